@@ -1,0 +1,128 @@
+"""Every error Millstream raises on purpose.
+
+    MillstreamError
+    ├── ConfigError            a stream file or an option is wrong; nothing was started
+    ├── SecretError            a password reference cannot be resolved
+    ├── DependencyError        an optional package, Java or a server binary is missing
+    ├── SourceError
+    │   ├── SourceUnavailable  transient: the database cannot be reached now
+    │   ├── PreflightError     the database is not fit for capture; carries the findings
+    │   └── SourceHalted       permanent: going on could lose or repeat rows; a person decides
+    ├── JournalError
+    │   ├── JournalLocked      another process writes this journal
+    │   ├── JournalFull        transient: no room on the disk
+    │   ├── JournalCorrupt     bytes on disk are not what was written
+    │   ├── JournalMismatch    a cursor and the journal do not belong together
+    │   └── OutOfRange         the asked position is not in the retained journal
+    ├── TargetError
+    │   ├── TargetUnavailable  transient: try the batch again later
+    │   └── TargetRefused      permanent: this target stops, the others go on
+    ├── StateError             the state store cannot be read or written
+    └── HomeLocked             another process runs on this home
+
+An error says what is wrong, where, and what to do. `hint` is the last of the three, kept apart
+so that a terminal can show it on its own line and JSON output can carry it as a field.
+No message ever contains a secret or a value of a user's row.
+"""
+
+from __future__ import annotations
+
+
+class MillstreamError(Exception):
+    """Root of the tree. `transient` says whether trying the same thing again can help."""
+
+    transient = False
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors cross process borders (capture to engine, worker to driver) by pickle.
+        return _rebuild, (type(self), self.message, self.hint)
+
+
+def _rebuild(kind: type[MillstreamError], message: str, hint: str | None) -> MillstreamError:
+    return kind(message, hint=hint)
+
+
+class ConfigError(MillstreamError):
+    """A stream file or an option is wrong."""
+
+
+class SecretError(ConfigError):
+    """A password reference (`env:NAME`, `file:PATH`) cannot be resolved."""
+
+
+class DependencyError(MillstreamError):
+    """Something that must be installed is not."""
+
+
+class SourceError(MillstreamError):
+    """The source database and Millstream disagree."""
+
+
+class SourceUnavailable(SourceError):
+    """The database cannot be reached at the moment; capture retries with backoff."""
+
+    transient = True
+
+
+class PreflightError(SourceError):
+    """The database is not fit for capture yet. The message lists the findings."""
+
+
+class SourceHalted(SourceError):
+    """Going on could lose, repeat or misread rows. Capture stops until a person has decided."""
+
+
+class JournalError(MillstreamError):
+    """The journal on disk cannot be used as asked."""
+
+
+class JournalLocked(JournalError):
+    """Another process holds the writer lock."""
+
+
+class JournalFull(JournalError):
+    """No room on the journal's disk; capture waits and goes on when there is."""
+
+    transient = True
+
+
+class JournalCorrupt(JournalError):
+    """Bytes on disk are not the bytes that were written."""
+
+
+class JournalMismatch(JournalError):
+    """A cursor names another journal, or a seq or position this journal does not have."""
+
+
+class OutOfRange(JournalError):
+    """The asked seq, position or time lies outside what the journal retains."""
+
+
+class TargetError(MillstreamError):
+    """A target could not take a batch."""
+
+
+class TargetUnavailable(TargetError):
+    """The target cannot be reached or written at the moment; the batch is tried again."""
+
+    transient = True
+
+
+class TargetRefused(TargetError):
+    """The target will never take this batch as it is; the target stops and says why."""
+
+
+class StateError(MillstreamError):
+    """The state store cannot be read or written."""
+
+
+class HomeLocked(MillstreamError):
+    """Another process runs streams on this home directory."""

@@ -1,0 +1,123 @@
+"""What a journal looks like on disk, and the values that name parts of it.
+
+    journal/
+      journal.json         header: id, incarnation, first seq, the source it is bound to
+      writer.lock          flock of the one writer, with its pid; `epoch` counts its openings
+      head                 the visible end, replaced by the writer after each commit
+      manifest.json        the sealed segments, replaced when one is added or retired
+      relations.jsonl      one description a line, once per content, the line number is its id
+      segments/
+        N.arrows           the open segment: an Arrow IPC stream in seq order, mixed relations
+        N.sealed.arrows    the same rows, written once more in runs of one relation each
+        N.idx  N.sealed.idx     slices: one record per (record batch, relation)
+        N.cuts                  transaction ends: seq, positions, commit time
+
+Truth is in the segments alone: commit records inside the streams say what is whole, `head`,
+`manifest.json`, `.idx` and `.cuts` can be rebuilt from them.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from millstream.model import Json
+from millstream.sources.base import CAPTURED
+
+JOURNAL = pa.schema([pa.field("seq", pa.int64(), nullable=False), *CAPTURED])
+"""The columns of every segment."""
+
+SEGMENT_BYTES = 64 << 20
+"""A segment is rolled at the first commit after this size (a larger transaction rolls inside)."""
+
+MAX_BATCH_BYTES = 64 << 20
+"""No record batch is larger."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A byte range of a segment that holds rows of one relation: all a reader ever opens.
+
+    The bytes are one or more whole IPC record batch messages. They may hold rows of other
+    relations and of other seqs, which `open_slice` leaves out.
+    """
+
+    journal_id: str
+    epoch: int
+    segment: str
+    offset: int
+    length: int
+    crc: int
+    relation: int
+    rows: int
+    first_seq: int
+    last_seq: int
+
+
+@dataclass(frozen=True)
+class Head:
+    """The visible end of a journal, as its writer published it after making it durable.
+
+    `seq` is the last visible seq (first_seq - 1 while there is none). `resume_position` belongs to
+    the transaction that ends there; `covered` is at least that and is the journal's end J: the
+    only position capture starts from and the largest that may ever be acknowledged.
+    """
+
+    journal_id: str
+    epoch: int
+    seq: int
+    commit_position: int
+    resume_position: int
+    covered: int
+    commit_ts_us: int
+    segment: str
+    segment_first_seq: int
+    segment_length: int
+    index_entries: int
+    cut_entries: int
+    relations_bytes: int
+    manifest_version: int
+    published_us: int
+
+    def to_bytes(self) -> bytes:
+        body = json.dumps(asdict(self), separators=(",", ":")).encode()
+        return b"%08x %s\n" % (zlib.crc32(body), body)
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Head | None:
+        """None when the bytes are not a whole head (a crash of the machine while it was replaced)."""
+        crc, _, body = raw.rstrip(b"\n").partition(b" ")
+        try:
+            if int(crc, 16) != zlib.crc32(body):
+                return None
+        except ValueError:
+            return None
+        return cls(**json.loads(body))
+
+
+@dataclass(frozen=True)
+class Header:
+    """`journal.json`: who this journal is. Written once, never changed."""
+
+    journal_id: str
+    incarnation: int
+    first_seq: int
+    start_position: int
+    source: str
+    source_kind: str
+    identity: Mapping[str, Any]
+    created_at: str
+    format: int = 1
+
+    @property
+    def event_prefix(self) -> str:
+        """The part of every event id that tells one incarnation of a journal from another."""
+        return self.journal_id.replace("-", "")[:12]
+
+    def to_json(self) -> Json:
+        return asdict(self)

@@ -1,0 +1,167 @@
+"""The contract between a source database and the engine.
+
+A source owns its semantics: positions, types, keys, preflight. The engine sees 64-bit positions
+that only ever grow within one incarnation, blocks of raw messages, and relation descriptions.
+
+Two sides never meet: the **capture side** (`Source`) runs in the capture process, without Spark;
+the **decode side** (`Decoder`) is pure and runs in Spark's Python workers.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from millstream.model import Json, Relation
+
+CAPTURED = pa.schema(
+    [
+        pa.field("tx_index", pa.int32(), nullable=False),
+        pa.field("op", pa.uint8(), nullable=False),
+        pa.field("commit_position", pa.int64(), nullable=False),
+        pa.field("resume_position", pa.int64(), nullable=False),
+        pa.field("commit_ts", pa.timestamp("us", "UTC"), nullable=False),
+        pa.field("txid", pa.int64(), nullable=False),
+        pa.field("relation", pa.int32(), nullable=False),
+        pa.field("payload", pa.large_binary(), nullable=False),
+    ]
+)
+"""What capture hands to the journal. The journal puts `seq` in front.
+
+`op` holds the ASCII code of `model.Op`. `relation` is the id that `Registrar` gave for the
+description in force (0 for logical messages, which belong to no table). `payload` is the raw
+message, untouched.
+"""
+
+
+class Severity(enum.StrEnum):
+    """ERROR: capture will not start. WARNING: it starts, and this may hurt later. OK: looked at, fine."""
+
+    OK = "ok"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing preflight looked at. `fix` is SQL or one sentence, ready to be pasted."""
+
+    check: str
+    severity: Severity
+    message: str
+    fix: str | None = None
+    table: str | None = None
+
+    def to_json(self) -> Json:
+        return {
+            "check": self.check,
+            "severity": self.severity.value,
+            "message": self.message,
+            "fix": self.fix,
+            "table": self.table,
+        }
+
+
+@dataclass(frozen=True)
+class SourceIdentity:
+    """What a journal is bound to: written into its header, compared on every connect."""
+
+    kind: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of the log, ready to be appended.
+
+    `rows` has the schema CAPTURED and is in commit order, whole transactions one after another.
+    `open_transaction` is True when the last transaction of the block goes on in the next block:
+    the journal must not commit after such a block. Only a transaction too large for memory is
+    spread like this, and then its blocks follow each other with nothing between.
+    `progress` is a position that is covered once this block and all before it are durable, though
+    no row stands for it; it is never inside a transaction.
+    """
+
+    rows: pa.RecordBatch | None = None
+    open_transaction: bool = False
+    progress: int | None = None
+
+
+Registrar = Callable[[Relation], int]
+"""Gives the journal's id for a description; the same content always gets the same id."""
+
+
+class Source(Protocol):
+    """The capture side. One instance, one thread, one process."""
+
+    kind: str
+
+    def preflight(self) -> list[Finding]:
+        """Look at the database without changing it. Never raises for something it can report."""
+
+    def relations(self, patterns: Sequence[str]) -> list[Relation]:
+        """The tables that the patterns name now, described from the catalog."""
+
+    def prepare(self) -> SourceIdentity:
+        """Create or sync what capture needs on the source (publication, then slot). Idempotent.
+
+        Refuses, with SourceHalted or PreflightError, whatever would break the application's writes.
+        """
+
+    def check(self, identity: SourceIdentity, end: int) -> None:
+        """Raise SourceHalted unless going on from journal end `end` is exact. Runs on each connect."""
+
+    def capture(self, start: int, register: Registrar) -> Iterator[Block]:
+        """Yield everything committed after `start`, in commit order, for ever.
+
+        Yields at least every 100 ms, an empty block if need be, so that the caller can commit and
+        acknowledge. Keepalives are answered inside. Transactions that end at or before `start` are
+        dropped. Raises SourceUnavailable when the connection is lost (the caller opens a new one at
+        the journal's end) and SourceHalted when going on would not be exact.
+        """
+
+    def ack(self, position: int) -> None:
+        """Tell the source that everything up to `position` need not be sent again. Never goes back."""
+
+    def status(self) -> Json:
+        """What the source says of itself now: log end, slot state, retained bytes."""
+
+    def format_position(self, position: int) -> str:
+        """The position as the database's own people write it."""
+
+    def close(self) -> None:
+        """Let go of every connection. Idempotent."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """The values of a run of changes of one relation, by column, row for row with the input.
+
+    `after` has one column per column of the relation, in its order: the new row, or for a delete
+    what is known of the old one, or NULLs for a truncate. `before` has the same columns and
+    `has_before` says where an old tuple was sent. `unchanged` lists, per row, the names of columns
+    the log left out because they did not change (they are NULL in `after`, and NULL is not their
+    value). `special` maps, per row, a column's name to its exact text where its type has no home
+    for the value (the column is NULL there).
+    """
+
+    after: pa.RecordBatch
+    before: pa.RecordBatch
+    has_before: npt.NDArray[np.bool_]
+    unchanged: pa.ListArray
+    special: pa.MapArray
+
+
+class Decoder(Protocol):
+    """The decode side for one relation: pure, picklable, total. No database, no state."""
+
+    relation: Relation
+
+    def decode(self, op: npt.NDArray[np.uint8], payload: pa.LargeBinaryArray) -> Decoded:
+        """Decode a run of changes. Raises JournalCorrupt for bytes that are no message of this source."""

@@ -1,0 +1,137 @@
+"""The contract between a target and delivery.
+
+A batch is one Spark job. `stage` runs in tasks on executors, `publish` on the driver. What a
+target promises depends on its `delivery`:
+
+*staged*  tasks write outputs that nobody can see yet; `publish` makes the winners visible. Exactly
+          once: a second attempt of a task writes under another name, an unpublished output is
+          removed by `recover`, a published range is never published again.
+*lane*    the batch is one task whose transaction compares and sets the cursor kept in the target.
+*keyed*   effects carry event id and version; at least once, receivers compare versions.
+
+Order: for one stream and target, `publish(range)` is called in order of range, never twice at the
+same time. `stage` may be called for several slices at once, twice for the same slice (a retried or
+zombie task), and by a process that no longer matters.
+
+Durability: when `publish` returns, the batch survives kill -9 of every process and of the machine,
+and `cursor()` says so.
+
+Shutdown: `close` is called once, from the thread that called `open`. Nothing may depend on it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from millstream.model import Json, Relation, SeqRange
+
+
+class Delivery(enum.StrEnum):
+    """How a target is made exact. See the module's contract."""
+
+    LANE = "lane"
+    STAGED = "staged"
+    KEYED = "keyed"
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a target can do, as data, so that `check` can refuse what it cannot."""
+
+    delivery: Delivery
+    keeps_cursor: bool
+    needs_key: bool
+    writes_deletes: bool
+    evolves_schema: bool
+    parallel: bool
+    """Whether several tasks may stage one batch; else the whole batch is one task."""
+
+
+@dataclass(frozen=True)
+class TargetContext:
+    """Where a target stands: which stream, which journal, which delivery epoch."""
+
+    stream: str
+    target: str
+    journal_id: str
+    event_prefix: str
+    epoch: int
+    run_id: str
+    """Unique per start of the query: a part of every staged name, so that zombies never collide."""
+
+
+@dataclass(frozen=True)
+class TargetCursor:
+    """The target's own word on how far it is."""
+
+    journal_id: str
+    epoch: int
+    seq: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Which try of which task stages: Spark's task attempt id is unique in a Spark application."""
+
+    partition: int
+    task_attempt: int
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What a task reports of one output. `detail` is the target's own, small, JSON."""
+
+    relation: int
+    table: str
+    rows: int
+    bytes: int
+    first_seq: int
+    last_seq: int
+    detail: Json
+
+
+class Stager(Protocol):
+    """The executor side: picklable, no state between calls, one call per relation and task."""
+
+    def stage(
+        self, relation: Relation, relation_id: int, batches: Iterator[pa.RecordBatch], attempt: Attempt
+    ) -> Sequence[Receipt]:
+        """Write the batches (schema: `millstream.changelog.schema`) where nobody can see them yet.
+
+        `batches` are in seq order, a few at a time: a relation's part of a batch may be larger than
+        memory. When it returns, what it wrote is durable.
+        """
+
+
+class Target(Protocol):
+    """The driver side. One instance per (stream, target)."""
+
+    kind: str
+    capabilities: Capabilities
+
+    def open(self, context: TargetContext) -> None:
+        """Connect, create what is missing. Raises TargetUnavailable or TargetRefused."""
+
+    def cursor(self) -> TargetCursor | None:
+        """How far the target itself is; None when it has nothing or keeps no cursor."""
+
+    def recover(self, cursor: TargetCursor | None) -> None:
+        """Remove everything that was staged or half published beyond `cursor`. Before the first batch."""
+
+    def stager(self) -> Stager:
+        """The executor side for the open context."""
+
+    def publish(self, range: SeqRange, end_position: int, receipts: Sequence[Receipt]) -> None:
+        """Make the batch visible. Idempotent for a range that is published already."""
+
+    def close(self) -> None:
+        """Let go of everything. Idempotent."""
+
+
+TargetOptions = dict[str, Any]
