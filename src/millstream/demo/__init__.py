@@ -1,0 +1,1 @@
+"""The demonstration: a small shop, a live load, a crash, and a proof."""
