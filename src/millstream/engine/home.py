@@ -1,0 +1,162 @@
+"""The directory in which Millstream keeps everything that is its own.
+
+HOME/                                0700
+  run.lock                           flock of the one process that runs streams here, and who it is
+  state.db                           the state store
+  journals/<source>/                 one journal per source
+  checkpoints/<stream>/<target>/     Spark's checkpoints, one directory per delivery epoch inside
+  spark/                             Spark's scratch space
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from millstream.errors import ConfigError, HomeLocked
+from millstream.state.sqlite import SqliteStateStore
+
+ENVIRONMENT = "MILLSTREAM_HOME"
+DEFAULT = ".millstream"
+
+_NAME = re.compile(r"[a-z][a-z0-9_-]*")
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that holds a home's lock, as it wrote itself down."""
+
+    pid: int
+    host: str
+    started_at: datetime
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, started {self.started_at:%Y-%m-%d %H:%M:%S} UTC"
+
+
+class Home:
+    """A home directory. Naming one creates nothing; `create` and `lock` do."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path).absolute()
+
+    @classmethod
+    def locate(cls, option: Path | str | None = None) -> Home:
+        """The home to use: `option`, else $MILLSTREAM_HOME, else ./.millstream."""
+        return cls(option or os.environ.get(ENVIRONMENT) or DEFAULT)
+
+    @property
+    def state_path(self) -> Path:
+        return self.path / "state.db"
+
+    @property
+    def spark_path(self) -> Path:
+        return self.path / "spark"
+
+    @property
+    def journals_path(self) -> Path:
+        return self.path / "journals"
+
+    @property
+    def lock_path(self) -> Path:
+        return self.path / "run.lock"
+
+    def journal_path(self, source: str) -> Path:
+        return self.journals_path / _checked(source)
+
+    def checkpoint_path(self, stream: str, target: str) -> Path:
+        return self.path / "checkpoints" / _checked(stream) / _checked(target)
+
+    def create(self) -> Home:
+        """Make the directories that are missing. An existing home is left as it is."""
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for part in (self.journals_path, self.path / "checkpoints", self.spark_path):
+                part.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            hint = f"choose another directory with --home or ${ENVIRONMENT}"
+            raise ConfigError(f"cannot create the home {self.path}: {error.strerror}", hint=hint) from error
+        return self
+
+    def open_state(self, *, read_only: bool = False) -> SqliteStateStore:
+        """The home's state store. For reading it must exist already."""
+        return SqliteStateStore(self.state_path, read_only=read_only)
+
+    @contextmanager
+    def lock(self) -> Iterator[Owner]:
+        """Own this home for as long as the block runs; create it first if it is missing.
+
+        Raises HomeLocked, which names the owner. The lock is the kernel's: it ends with the
+        process, however that ends, so a stale one cannot be.
+        """
+        self.create()
+        file = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            with self._gate():
+                if not _try_lock(file, fcntl.LOCK_EX):
+                    raise self._locked(_read_owner(file))
+                owner = Owner(os.getpid(), socket.gethostname(), datetime.now(UTC))
+                _write_owner(file, owner)
+            yield owner
+        finally:
+            os.close(file)
+
+    def owner(self) -> Owner | None:
+        """Who runs streams on this home at this moment; None when nobody does."""
+        if not self.lock_path.exists():
+            return None
+        with self._gate():
+            file = os.open(self.lock_path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                return None if _try_lock(file, fcntl.LOCK_SH) else _read_owner(file)
+            finally:
+                os.close(file)
+
+    @contextmanager
+    def _gate(self) -> Iterator[None]:
+        # Asking who owns the home takes the lock for an instant. The gate keeps that instant from
+        # being seen by a process that starts just then, which would give up for no reason.
+        directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(directory)
+
+    def _locked(self, owner: Owner) -> HomeLocked:
+        return HomeLocked(
+            f"the home {self.path} is in use by {owner}", hint=f"stop it (kill {owner.pid}), or use another --home"
+        )
+
+
+def _try_lock(file: int, kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _write_owner(file: int, owner: Owner) -> None:
+    os.ftruncate(file, 0)
+    os.pwrite(file, json.dumps(asdict(owner), default=datetime.isoformat).encode(), 0)
+
+
+def _read_owner(file: int) -> Owner:
+    # The gate is held, and the owner wrote itself down before it let go of it: the text is whole.
+    value = json.loads(os.pread(file, 4096, 0))
+    return Owner(value["pid"], value["host"], datetime.fromisoformat(value["started_at"]))
+
+
+def _checked(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} is no name for a directory of a home", hint="names are [a-z][a-z0-9_-]*")
+    return name

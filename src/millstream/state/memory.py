@@ -1,0 +1,123 @@
+"""The state store of a process that need not outlive itself: tests, and streams used as a library.
+
+The rules that every store must hold to are here as functions, since this is the store that has
+nothing but rules.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from millstream.errors import StateError
+from millstream.model import Cursor, Json
+from millstream.state.base import EpochRecord, Runtime
+
+HISTORY = 1000
+"""How many former cursors are kept for each target."""
+
+
+def refuse_going_back(old: Cursor, new: Cursor) -> None:
+    """Raise StateError if `new` is behind `old`, or was written by an epoch that has been replaced."""
+    where = f"cursor of {new.stream}/{new.target}"
+    if new.epoch < old.epoch:
+        raise StateError(
+            f"{where}: delivery epoch {new.epoch} is over, epoch {old.epoch} has saved a cursor",
+            hint="an older process may still be running; stop it",
+        )
+    same = (new.journal_id, new.epoch) == (old.journal_id, old.epoch)
+    if same and (new.seq, new.position) < (old.seq, old.position):
+        raise StateError(
+            f"{where} would go back from seq {old.seq} at position {old.position} "
+            f"to seq {new.seq} at position {new.position}",
+            hint="only a new delivery epoch may start at an earlier point",
+        )
+
+
+def refuse_epoch_below(last: int | None, record: EpochRecord) -> None:
+    """Raise StateError unless `record` is above the last epoch of its target."""
+    if last is not None and record.epoch <= last:
+        raise StateError(
+            f"delivery epoch {record.epoch} of {record.stream}/{record.target} is not above epoch {last}",
+            hint="another process may run this stream; only one may",
+        )
+
+
+class MemoryStateStore:
+    """Implements `StateStore`; what it holds is gone with the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._streams: dict[str, Json] = {}
+        self._cursors: dict[tuple[str, str], Cursor] = {}
+        self._history: dict[tuple[str, str], list[Cursor]] = {}
+        self._epochs: dict[tuple[str, str], EpochRecord] = {}
+        self._runtimes: dict[tuple[str, str], Runtime] = {}
+
+    def put_stream(self, name: str, definition: Json) -> None:
+        with self._lock:
+            self._streams[name] = copy.deepcopy(definition)
+
+    def get_stream(self, name: str) -> Json | None:
+        with self._lock:
+            return copy.deepcopy(self._streams.get(name))
+
+    def list_streams(self) -> list[str]:
+        with self._lock:
+            return sorted(self._streams)
+
+    def delete_stream(self, name: str) -> None:
+        with self._lock:
+            self._streams.pop(name, None)
+            for kept in (self._cursors, self._history, self._epochs, self._runtimes):
+                for key in [key for key in kept if key[0] == name]:
+                    del kept[key]
+
+    def save_cursor(self, cursor: Cursor) -> None:
+        key = (cursor.stream, cursor.target)
+        with self._lock:
+            old = self._cursors.get(key)
+            if old is not None:
+                refuse_going_back(old, cursor)
+                history = self._history.setdefault(key, [])
+                history.append(old)
+                del history[:-HISTORY]
+            self._cursors[key] = cursor
+
+    def get_cursor(self, stream: str, target: str) -> Cursor | None:
+        with self._lock:
+            return self._cursors.get((stream, target))
+
+    def cursors(self, stream: str | None = None) -> list[Cursor]:
+        with self._lock:
+            return [value for key, value in sorted(self._cursors.items()) if stream in (None, key[0])]
+
+    def cursor_history(self, stream: str, target: str, limit: int = 100) -> list[Cursor]:
+        with self._lock:
+            return self._history.get((stream, target), [])[::-1][:limit]
+
+    def open_epoch(self, record: EpochRecord) -> None:
+        key = (record.stream, record.target)
+        with self._lock:
+            last = self._epochs.get(key)
+            refuse_epoch_below(last.epoch if last else None, record)
+            self._epochs[key] = record
+
+    def current_epoch(self, stream: str, target: str) -> EpochRecord | None:
+        with self._lock:
+            return self._epochs.get((stream, target))
+
+    def set_runtime(self, runtime: Runtime) -> None:
+        at = runtime.updated_at or datetime.now(UTC)
+        with self._lock:
+            kept = replace(runtime, fields=copy.deepcopy(dict(runtime.fields)), updated_at=at)
+            self._runtimes[runtime.stream, runtime.target] = kept
+
+    def runtimes(self, stream: str | None = None) -> list[Runtime]:
+        with self._lock:
+            return [value for key, value in sorted(self._runtimes.items()) if stream in (None, key[0])]
+
+    def close(self) -> None:
+        """Nothing to let go of: the store may be read on."""

@@ -1,0 +1,250 @@
+"""The state store in one SQLite file.
+
+Write-ahead log with synchronous=FULL: a write is on disk when the call returns, and readers, in
+this process or another, see the last whole write without waiting. Writes go through one
+connection and one lock, reads through another, so that a reader never waits for an fsync.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from millstream.errors import StateError
+from millstream.failpoint import failpoint
+from millstream.model import Cursor, Json, StreamState
+from millstream.state.base import EpochRecord, Runtime
+from millstream.state.memory import HISTORY, refuse_epoch_below, refuse_going_back
+
+SCHEMA_VERSION = 1
+
+_SCHEMA = """
+create table streams (name text primary key, definition text not null, updated_at text not null) without rowid;
+create table cursors (
+    stream text not null, target text not null, journal_id text not null, epoch integer not null,
+    seq integer not null, position integer not null, commit_ts text, updated_at text not null,
+    primary key (stream, target)
+) without rowid;
+create table cursor_history (
+    id integer primary key,
+    stream text not null, target text not null, journal_id text not null, epoch integer not null,
+    seq integer not null, position integer not null, commit_ts text, updated_at text not null
+);
+create index cursor_history_of on cursor_history (stream, target, id);
+create table epochs (
+    stream text not null, target text not null, epoch integer not null, journal_id text not null,
+    start_seq integer not null, after_position integer, reason text not null, opened_at text not null,
+    primary key (stream, target, epoch)
+) without rowid;
+create table runtimes (
+    stream text not null, target text not null, state text not null, fields text not null, updated_at text not null,
+    primary key (stream, target)
+) without rowid;
+"""
+
+_CURSOR = "stream, target, journal_id, epoch, seq, position, commit_ts, updated_at"
+_EPOCH = "stream, target, epoch, journal_id, start_seq, after_position, reason, opened_at"
+_BUSY_SECONDS = 30.0
+
+
+class SqliteStateStore:
+    """Implements `StateStore`. Safe to use from several threads and to read from several processes.
+
+    `read_only` opens what another process may be writing at this moment, creates nothing and
+    refuses every write.
+    """
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        self.path = path
+        self._write_lock = threading.Lock()
+        self._read_lock = threading.Lock()
+        self._connections: list[sqlite3.Connection] = []
+        with self._guard("open"):
+            if not read_only:
+                # Created by hand: SQLite gives its WAL the mode of the database file.
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+                self._writer: sqlite3.Connection | None = self._connect("rw")
+                self._set_up(self._writer)
+            else:
+                self._writer = None
+            self._reader = self._connect("ro")
+            self._check_version(self._reader)
+
+    def put_stream(self, name: str, definition: Json) -> None:
+        text = json.dumps(definition, sort_keys=True)
+        with self._write("remember a stream") as db:
+            db.execute("insert or replace into streams values (?, ?, ?)", (name, text, _now()))
+
+    def get_stream(self, name: str) -> Json | None:
+        rows = self._read("select definition from streams where name = ?", (name,))
+        return dict(json.loads(rows[0][0])) if rows else None
+
+    def list_streams(self) -> list[str]:
+        return [row[0] for row in self._read("select name from streams order by name")]
+
+    def delete_stream(self, name: str) -> None:
+        with self._write("forget a stream") as db:
+            db.execute("delete from streams where name = ?", (name,))
+            for table in ("cursors", "cursor_history", "epochs", "runtimes"):
+                db.execute(f"delete from {table} where stream = ?", (name,))
+
+    def save_cursor(self, cursor: Cursor) -> None:
+        with self._write("save a cursor") as db:
+            key = (cursor.stream, cursor.target)
+            old = db.execute(f"select {_CURSOR} from cursors where stream = ? and target = ?", key).fetchone()
+            if old is not None:
+                refuse_going_back(_cursor(old), cursor)
+                db.execute(f"insert into cursor_history ({_CURSOR}) values (?, ?, ?, ?, ?, ?, ?, ?)", tuple(old))
+                db.execute(
+                    "delete from cursor_history where stream = ? and target = ? and id <= ("
+                    "select id from cursor_history where stream = ? and target = ? "
+                    "order by id desc limit 1 offset ?)",
+                    (*key, *key, HISTORY),
+                )
+            db.execute(
+                f"insert or replace into cursors ({_CURSOR}) values (?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    *key,
+                    cursor.journal_id,
+                    cursor.epoch,
+                    cursor.seq,
+                    cursor.position,
+                    cursor.commit_ts.isoformat() if cursor.commit_ts else None,
+                    cursor.updated_at.isoformat(),
+                ),
+            )
+        failpoint("state.cursor_saved")
+
+    def get_cursor(self, stream: str, target: str) -> Cursor | None:
+        rows = self._read(f"select {_CURSOR} from cursors where stream = ? and target = ?", (stream, target))
+        return _cursor(rows[0]) if rows else None
+
+    def cursors(self, stream: str | None = None) -> list[Cursor]:
+        sql = f"select {_CURSOR} from cursors where ?1 is null or stream = ?1 order by stream, target"
+        return [_cursor(row) for row in self._read(sql, (stream,))]
+
+    def cursor_history(self, stream: str, target: str, limit: int = 100) -> list[Cursor]:
+        sql = f"select {_CURSOR} from cursor_history where stream = ? and target = ? order by id desc limit ?"
+        return [_cursor(row) for row in self._read(sql, (stream, target, limit))]
+
+    def open_epoch(self, record: EpochRecord) -> None:
+        with self._write("open a delivery epoch") as db:
+            (last,) = db.execute(
+                "select max(epoch) from epochs where stream = ? and target = ?", (record.stream, record.target)
+            ).fetchone()
+            refuse_epoch_below(last, record)
+            db.execute(
+                f"insert into epochs ({_EPOCH}) values (?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    record.stream,
+                    record.target,
+                    record.epoch,
+                    record.journal_id,
+                    record.start_seq,
+                    record.after_position,
+                    record.reason,
+                    record.opened_at.isoformat(),
+                ),
+            )
+
+    def current_epoch(self, stream: str, target: str) -> EpochRecord | None:
+        sql = f"select {_EPOCH} from epochs where stream = ? and target = ? order by epoch desc limit 1"
+        rows = self._read(sql, (stream, target))
+        return _epoch(rows[0]) if rows else None
+
+    def set_runtime(self, runtime: Runtime) -> None:
+        at = runtime.updated_at.isoformat() if runtime.updated_at else _now()
+        row = (runtime.stream, runtime.target, runtime.state.value, json.dumps(dict(runtime.fields)), at)
+        with self._write("save runtime state") as db:
+            db.execute("insert or replace into runtimes values (?, ?, ?, ?, ?)", row)
+
+    def runtimes(self, stream: str | None = None) -> list[Runtime]:
+        sql = (
+            "select stream, target, state, fields, updated_at from runtimes "
+            "where ?1 is null or stream = ?1 order by stream, target"
+        )
+        return [
+            Runtime(row[0], row[1], StreamState(row[2]), json.loads(row[3]), datetime.fromisoformat(row[4]))
+            for row in self._read(sql, (stream,))
+        ]
+
+    def close(self) -> None:
+        with self._write_lock, self._read_lock:
+            while self._connections:
+                self._connections.pop().close()
+
+    def _connect(self, mode: str) -> sqlite3.Connection:
+        uri = f"{self.path.absolute().as_uri()}?mode={mode}"
+        connection = sqlite3.connect(
+            uri, uri=True, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
+        )
+        self._connections.append(connection)
+        return connection
+
+    def _set_up(self, db: sqlite3.Connection) -> None:
+        db.execute("pragma journal_mode = wal")
+        db.execute("pragma synchronous = full")
+        db.execute("begin immediate")
+        if db.execute("pragma user_version").fetchone()[0] == 0:
+            for statement in filter(str.strip, _SCHEMA.split(";")):
+                db.execute(statement)
+            db.execute(f"pragma user_version = {SCHEMA_VERSION}")
+        db.execute("commit")
+
+    def _check_version(self, db: sqlite3.Connection) -> None:
+        version = db.execute("pragma user_version").fetchone()[0]
+        if version != SCHEMA_VERSION:
+            self.close()
+            raise StateError(
+                f"the state store {self.path} has version {version}, this program knows version {SCHEMA_VERSION}",
+                hint="use the version of millstream that wrote it, or another --home",
+            )
+
+    def _read(self, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        with self._guard("read"), self._read_lock:
+            return self._reader.execute(sql, parameters).fetchall()
+
+    @contextmanager
+    def _write(self, what: str) -> Iterator[sqlite3.Connection]:
+        """One transaction: committed when the block ends, rolled back when it raises."""
+        if self._writer is None:
+            raise StateError(f"cannot {what}: the state store {self.path} was opened for reading")
+        with self._guard(what), self._write_lock:
+            self._writer.execute("begin immediate")
+            try:
+                yield self._writer
+                self._writer.execute("commit")
+            finally:
+                if self._writer.in_transaction:  # not after some errors: SQLite rolls back by itself
+                    self._writer.execute("rollback")
+
+    @contextmanager
+    def _guard(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            hint = "check that the directory exists, is writable and has room, or choose another --home"
+            raise StateError(f"cannot {what}: state store {self.path}: {error}", hint=hint) from error
+
+
+def _cursor(row: Sequence[Any]) -> Cursor:
+    stream, target, journal_id, epoch, seq, position, commit_ts, updated_at = row
+    at = datetime.fromisoformat(commit_ts) if commit_ts else None
+    return Cursor(stream, target, journal_id, epoch, seq, position, at, datetime.fromisoformat(updated_at))
+
+
+def _epoch(row: Sequence[Any]) -> EpochRecord:
+    stream, target, epoch, journal_id, start_seq, after_position, reason, opened_at = row
+    opened = datetime.fromisoformat(opened_at)
+    return EpochRecord(stream, target, epoch, journal_id, start_seq, after_position, reason, opened)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat()

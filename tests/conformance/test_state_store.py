@@ -1,0 +1,346 @@
+"""What every state store must do, run on each of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from millstream.errors import StateError
+from millstream.model import Cursor, StreamState
+from millstream.state.base import EpochRecord, Runtime, StateStore
+from millstream.state.memory import HISTORY, MemoryStateStore
+from millstream.state.sqlite import SqliteStateStore
+
+AT = datetime(2026, 1, 2, 3, 4, 5, 678901, UTC)
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StateStore]:
+    made: StateStore = MemoryStateStore() if request.param == "memory" else SqliteStateStore(tmp_path / "state.db")
+    yield made
+    made.close()
+
+
+def cursor(seq: int, *, target: str = "log", stream: str = "shop", journal: str = "j1", epoch: int = 1) -> Cursor:
+    return Cursor(stream, target, journal, epoch, seq, seq * 10, AT + timedelta(seconds=seq), AT)
+
+
+def epoch_record(epoch: int, *, target: str = "log", after: int | None = None) -> EpochRecord:
+    return EpochRecord("shop", target, epoch, "j1", 7, after, "first start", AT)
+
+
+def test_a_stream_is_remembered_replaced_and_listed(store: StateStore) -> None:
+    assert store.get_stream("shop") is None
+    store.put_stream("shop", {"name": "shop", "targets": [{"name": "log"}]})
+    store.put_stream("bank", {"name": "bank"})
+    store.put_stream("shop", {"name": "shop", "targets": []})
+    assert store.list_streams() == ["bank", "shop"]
+    assert store.get_stream("shop") == {"name": "shop", "targets": []}
+
+
+def test_what_was_read_can_be_changed_without_changing_the_store(store: StateStore) -> None:
+    store.put_stream("shop", {"targets": [1]})
+    read = store.get_stream("shop")
+    assert read is not None
+    read["targets"].append(2)
+    assert store.get_stream("shop") == {"targets": [1]}
+
+
+def test_a_cursor_comes_back_exactly_as_it_was_saved(store: StateStore) -> None:
+    assert store.get_cursor("shop", "log") is None
+    store.save_cursor(cursor(5))
+    assert store.get_cursor("shop", "log") == cursor(5)
+    bare = Cursor("shop", "copy", "j1", 1, 0, 0, None, AT)
+    store.save_cursor(bare)
+    assert store.get_cursor("shop", "copy") == bare
+
+
+def test_large_seqs_and_positions_survive(store: StateStore) -> None:
+    largest = Cursor("shop", "log", "j1", 1, 2**63 - 1, 2**63 - 1, AT, AT)
+    store.save_cursor(largest)
+    assert store.get_cursor("shop", "log") == largest
+
+
+def test_cursors_are_listed_per_stream_or_all(store: StateStore) -> None:
+    for one in (cursor(1), cursor(2, target="copy"), cursor(3, stream="bank")):
+        store.save_cursor(one)
+    assert [(c.stream, c.target, c.seq) for c in store.cursors()] == [
+        ("bank", "log", 3),
+        ("shop", "copy", 2),
+        ("shop", "log", 1),
+    ]
+    assert [c.target for c in store.cursors("shop")] == ["copy", "log"]
+
+
+def test_a_cursor_never_goes_back_within_a_journal_and_an_epoch(store: StateStore) -> None:
+    store.save_cursor(cursor(5))
+    with pytest.raises(StateError, match=r"go back from seq 5 .* to seq 4"):
+        store.save_cursor(cursor(4))
+    with pytest.raises(StateError, match="go back"):
+        store.save_cursor(Cursor("shop", "log", "j1", 1, 5, 49, AT, AT))
+    assert store.get_cursor("shop", "log") == cursor(5)
+    assert store.cursor_history("shop", "log") == []
+
+
+def test_a_new_epoch_or_a_new_journal_may_start_earlier(store: StateStore) -> None:
+    store.save_cursor(cursor(5))
+    store.save_cursor(cursor(2, epoch=2))
+    store.save_cursor(cursor(1, epoch=2, journal="j2"))
+    assert store.get_cursor("shop", "log") == cursor(1, epoch=2, journal="j2")
+
+
+def test_an_epoch_that_was_replaced_cannot_move_the_cursor(store: StateStore) -> None:
+    store.save_cursor(cursor(5, epoch=2))
+    with pytest.raises(StateError, match="epoch 1 is over"):
+        store.save_cursor(cursor(9, epoch=1))
+    assert store.get_cursor("shop", "log") == cursor(5, epoch=2)
+
+
+def test_the_same_cursor_may_be_saved_again(store: StateStore) -> None:
+    store.save_cursor(cursor(5))
+    store.save_cursor(cursor(5))
+    assert store.get_cursor("shop", "log") == cursor(5)
+
+
+def test_history_holds_the_former_cursors_newest_first(store: StateStore) -> None:
+    for seq in (1, 2, 3, 4):
+        store.save_cursor(cursor(seq))
+        store.save_cursor(cursor(seq * 100, target="copy"))
+    assert [c.seq for c in store.cursor_history("shop", "log")] == [3, 2, 1]
+    assert [c.seq for c in store.cursor_history("shop", "log", limit=2)] == [3, 2]
+    assert [c.seq for c in store.cursor_history("shop", "copy")] == [300, 200, 100]
+
+
+def test_history_is_bounded_per_target(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millstream.state.sqlite.HISTORY", 20)
+    monkeypatch.setattr("millstream.state.memory.HISTORY", 20)
+    assert HISTORY == 1000
+    store.save_cursor(cursor(1, target="copy"))
+    store.save_cursor(cursor(2, target="copy"))
+    for seq in range(1, 61):
+        store.save_cursor(cursor(seq))
+    assert [c.seq for c in store.cursor_history("shop", "log", limit=10_000)] == list(range(59, 39, -1))
+    assert [c.seq for c in store.cursor_history("shop", "copy")] == [1]
+
+
+def test_epochs_only_go_up(store: StateStore) -> None:
+    assert store.current_epoch("shop", "log") is None
+    store.open_epoch(epoch_record(1))
+    store.open_epoch(epoch_record(3, after=2**62))
+    assert store.current_epoch("shop", "log") == epoch_record(3, after=2**62)
+    for stale in (2, 3):
+        with pytest.raises(StateError, match=rf"epoch {stale} .* is not above epoch 3"):
+            store.open_epoch(epoch_record(stale))
+    assert store.current_epoch("shop", "copy") is None
+
+
+def test_runtime_state_is_replaced_and_stamped(store: StateStore) -> None:
+    store.set_runtime(Runtime("shop", "", StreamState.RUNNING))
+    store.set_runtime(Runtime("shop", "log", StreamState.CREATED))
+    store.set_runtime(Runtime("shop", "log", StreamState.FAILED, {"error": "no room", "batches": 3}, AT))
+    whole, target = store.runtimes("shop")
+    assert (whole.state, whole.fields) == (StreamState.RUNNING, {})
+    assert whole.updated_at is not None
+    assert whole.updated_at.tzinfo is not None
+    assert target == Runtime("shop", "log", StreamState.FAILED, {"error": "no room", "batches": 3}, AT)
+    assert store.runtimes("bank") == []
+    assert len(store.runtimes()) == 2
+
+
+def test_deleting_a_stream_forgets_all_of_it_and_nothing_else(store: StateStore) -> None:
+    for name in ("shop", "bank"):
+        store.put_stream(name, {"name": name})
+        store.save_cursor(cursor(1, stream=name))
+        store.save_cursor(cursor(2, stream=name))
+        store.open_epoch(EpochRecord(name, "log", 1, "j1", 0, None, "first start", AT))
+        store.set_runtime(Runtime(name, "log", StreamState.RUNNING))
+    store.delete_stream("shop")
+    assert store.list_streams() == ["bank"]
+    assert store.get_cursor("shop", "log") is None
+    assert store.cursor_history("shop", "log") == []
+    assert store.current_epoch("shop", "log") is None
+    assert [r.stream for r in store.runtimes()] == ["bank"]
+    assert [c.seq for c in store.cursor_history("bank", "log")] == [1]
+
+
+def test_threads_may_write_and_read_at_once(store: StateStore) -> None:
+    errors: list[Exception] = []
+
+    def write(target: str) -> None:
+        try:
+            for seq in range(1, 41):
+                store.save_cursor(cursor(seq, target=target))
+                seen = store.get_cursor("shop", target)
+                assert seen is not None
+                assert seen.seq == seq
+        except Exception as error:  # noqa: BLE001 - reported by the test's thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(f"t{n}",)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert [c.seq for c in store.cursors("shop")] == [40] * 4
+
+
+# From here on: what only a durable store can be asked.
+
+WRITER = """
+import sys
+from pathlib import Path
+from millstream.model import Cursor
+from millstream.state.sqlite import SqliteStateStore
+store = SqliteStateStore(Path(sys.argv[1]))
+print("ready", flush=True)
+for seq in range(1, int(sys.argv[2]) + 1):
+    store.save_cursor(Cursor("shop", "log", "j1", 1, seq, seq * 10))
+    print(seq, flush=True)
+"""
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(count: int, **environment: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path / "state.db"), str(count)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_cursor_outlives_kill_9_right_after_it_was_saved(
+    writer: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = writer(50, MILLSTREAM_FAILPOINT="state.cursor_saved:7")
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGKILL
+    assert out.split() == ["ready", *map(str, range(1, 7))]
+    store = SqliteStateStore(tmp_path / "state.db")
+    saved = store.get_cursor("shop", "log")
+    assert saved is not None
+    assert (saved.seq, saved.position) == (7, 70)
+    assert [c.seq for c in store.cursor_history("shop", "log")] == [6, 5, 4, 3, 2, 1]
+    store.close()
+
+
+def test_kill_9_at_any_moment_leaves_a_whole_cursor(
+    writer: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """Whatever was reported as saved is there, and the cursor and its history fit together."""
+    process = writer(1_000_000)
+    assert process.stdout is not None
+    reported = 0
+    for line in process.stdout:
+        reported = 0 if line == "ready\n" else int(line)
+        if reported == 100:
+            process.kill()
+    process.wait()
+    store = SqliteStateStore(tmp_path / "state.db")
+    saved = store.get_cursor("shop", "log")
+    assert saved is not None
+    assert saved.seq in (reported, reported + 1)
+    assert saved.position == saved.seq * 10
+    assert [c.seq for c in store.cursor_history("shop", "log", limit=10_000)] == list(range(saved.seq - 1, 0, -1))
+    store.close()
+
+
+def test_a_write_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+    store = SqliteStateStore(tmp_path / "state.db")
+    store.save_cursor(cursor(1))
+    broken = Cursor("shop", "log", "j1", 1, 2, 2**70, AT, AT)  # the history is written, then this does not fit
+    with pytest.raises((StateError, OverflowError)):
+        store.save_cursor(broken)
+    assert store.get_cursor("shop", "log") == cursor(1)
+    assert store.cursor_history("shop", "log") == []
+    store.save_cursor(cursor(3))
+    assert [c.seq for c in store.cursor_history("shop", "log")] == [1]
+    store.close()
+
+
+def test_another_process_reads_while_one_writes(writer: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    process = writer(1_000_000)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    reader = SqliteStateStore(tmp_path / "state.db", read_only=True)
+    for _ in range(100):
+        reported = int(process.stdout.readline())
+        seen = reader.get_cursor("shop", "log")
+        assert seen is not None
+        assert seen.seq >= reported
+    with pytest.raises(StateError, match="opened for reading"):
+        reader.save_cursor(cursor(1))
+    reader.close()
+
+
+def test_a_reader_sees_the_last_write_while_a_writer_is_in_a_transaction(tmp_path: Path) -> None:
+    store = SqliteStateStore(tmp_path / "state.db")
+    store.save_cursor(cursor(1))
+    other = sqlite3.connect(tmp_path / "state.db", isolation_level=None)
+    other.execute("begin immediate")
+    other.execute("update cursors set seq = 99")
+    assert store.get_cursor("shop", "log") == cursor(1)
+    other.execute("rollback")
+    other.close()
+    store.close()
+
+
+def test_a_closed_store_is_read_by_a_reader_alone(tmp_path: Path) -> None:
+    store = SqliteStateStore(tmp_path / "state.db")
+    store.save_cursor(cursor(4))
+    store.close()
+    reader = SqliteStateStore(tmp_path / "state.db", read_only=True)
+    assert reader.get_cursor("shop", "log") == cursor(4)
+    reader.close()
+
+
+def test_the_file_is_private_and_durable(tmp_path: Path) -> None:
+    store = SqliteStateStore(tmp_path / "state.db")
+    store.save_cursor(cursor(1))
+    assert {p.name: p.stat().st_mode & 0o777 for p in tmp_path.iterdir()} == {
+        "state.db": 0o600,
+        "state.db-wal": 0o600,
+        "state.db-shm": 0o600,
+    }
+    assert store._writer is not None
+    assert store._writer.execute("pragma journal_mode").fetchone() == ("wal",)
+    assert store._writer.execute("pragma synchronous").fetchone() == (2,)
+    store.close()
+
+
+def test_a_store_of_another_version_is_refused(tmp_path: Path) -> None:
+    SqliteStateStore(tmp_path / "state.db").close()
+    with sqlite3.connect(tmp_path / "state.db") as db:
+        db.execute("pragma user_version = 99")
+    db.close()
+    with pytest.raises(StateError, match="has version 99, this program knows version 1"):
+        SqliteStateStore(tmp_path / "state.db")
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_what_cannot_be_opened_is_a_clear_error(tmp_path: Path, read_only: bool) -> None:
+    with pytest.raises(StateError, match=r"cannot open: state store .*missing"):
+        SqliteStateStore(tmp_path / "missing" / "state.db", read_only=read_only)
+    (tmp_path / "state.db").write_text("this is no database, it only looks like a file" * 50)
+    with pytest.raises(StateError, match="not a database"):
+        SqliteStateStore(tmp_path / "state.db", read_only=read_only)
