@@ -1,0 +1,261 @@
+"""Connections to the source: plain ones for control, raw ones for replication.
+
+Both have the same session settings, since these decide the text of every value that is captured.
+They are given at connection start, read back, and recorded in the journal's header.
+
+    connect(spec, options)              -> psycopg.Connection   autocommit, for catalog, preflight, checks
+    connect_replication(spec, options)  -> psycopg.pq.PGconn    replication=database, for slot and stream
+    command(pgconn, "IDENTIFY_SYSTEM")  -> list of rows of text
+    session_settings(pgconn)            -> dict, for the identity
+
+Every error is one of ours: SourceUnavailable when trying again can help, SourceHalted with the fix
+when it cannot, ConfigError for a URI that is none. None of them contains a password.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import psycopg
+from psycopg import pq
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.pq.abc import PGconn
+
+from millstream.errors import ConfigError, SourceError, SourceHalted, SourceUnavailable
+from millstream.model import SourceSpec
+from millstream.secrets import resolve
+from millstream.sources.postgres.options import PostgresOptions
+
+SESSION_SETTINGS: Mapping[str, str] = {
+    "client_encoding": "UTF8",
+    "DateStyle": "ISO, MDY",
+    "TimeZone": "UTC",
+    "IntervalStyle": "postgres",
+    "extra_float_digits": "3",
+    "bytea_output": "hex",
+    "lc_monetary": "C",
+    "search_path": "",
+    "row_security": "off",
+}
+"""What the text of values depends on. The values are as SHOW gives them."""
+
+LOCK_TIMEOUT = "10s"
+"""How long the control connection waits for a table's lock before it gives way and tries later."""
+
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+_KEEPALIVE = {
+    "keepalives": "1",
+    "keepalives_idle": "30",
+    "keepalives_interval": "10",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "60000",
+}
+
+_TRANSIENT_STATES = re.compile(r"08...|57P0[1-5]|53...|55006|55P03|57014|40001|40P01|25P03")
+"""SQLSTATEs that pass: lost connection, shutdown and start, out of resources, in use, lock timeout."""
+
+_POOLER_HINT = "connect to the server itself: replication and session state do not pass through a pooler"
+
+_PERMANENT: tuple[tuple[str, str], ...] = (
+    (r"password authentication failed|SCRAM|no password supplied", "set auth_ref to the password of the role"),
+    (r"role .* does not exist", "CREATE ROLE <user> LOGIN REPLICATION PASSWORD '...'"),
+    (r"role .* is not permitted to log in", "ALTER ROLE <user> LOGIN"),
+    (r"database .* does not exist", "correct the database at the end of the uri"),
+    (r"permission denied for database", "GRANT CONNECT ON DATABASE <database> TO <user>"),
+    (
+        r"permission denied to start WAL sender|must be superuser or replication role",
+        "ALTER ROLE <user> REPLICATION",
+    ),
+    (
+        r"no pg_hba\.conf entry|pg_hba\.conf rejects",
+        "add to pg_hba.conf: hostssl <database> <user> <address of this host> scram-sha-256",
+    ),
+    (r"does not support SSL", "turn on ssl at the server, or choose another sslmode in the uri"),
+    (
+        r"certificate verify failed|root certificate file|server certificate for|certificate.*does not match",
+        "give the certificate of the server's authority: ?sslmode=verify-full&sslrootcert=/path/ca.pem",
+    ),
+    (r"unsupported startup parameter|replication connections are not|no such database|pgbouncer", _POOLER_HINT),
+)
+"""Libpq tells no SQLSTATE for a refused connection, only the server's sentence."""
+
+
+def connect(spec: SourceSpec, options: PostgresOptions, *, application_name: str | None = None) -> Connection:
+    """A plain autocommit connection with the pinned settings, certain not to go through a pooler."""
+    parameters = _parameters(spec, options, application_name)
+    try:
+        # Prepared statements off: control statements are rare, and DDL in between would break them.
+        connection = psycopg.connect(make_conninfo("", **parameters), autocommit=True, prepare_threshold=None)
+    except psycopg.Error as error:
+        raise _refused(str(error), parameters) from None
+    try:
+        with translated(f"preparing the session at {where(spec)}"):
+            for statement in _timeouts(connection.info.server_version, LOCK_TIMEOUT):
+                connection.execute(statement.encode())
+            _refuse_pooler(connection.pgconn)
+            _check_settings(session_settings(connection.pgconn))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def connect_replication(spec: SourceSpec, options: PostgresOptions, *, application_name: str | None = None) -> PGconn:
+    """A raw connection to a walsender of the database, with the same settings. Call `finish()` on it."""
+    parameters = _parameters(spec, options, application_name) | {"replication": "database"}
+    connection = pq.PGconn.connect(make_conninfo("", **parameters).encode())
+    if connection.status != pq.ConnStatus.OK:
+        error = _refused(connection.get_error_message(), parameters)
+        connection.finish()
+        raise error
+    try:
+        for statement in _timeouts(connection.server_version, "0"):
+            command(connection, statement)
+        _refuse_pooler(connection)
+        _check_settings(session_settings(connection))
+    except BaseException:
+        connection.finish()
+        raise
+    return connection
+
+
+def command(connection: PGconn, statement: str) -> list[tuple[str | None, ...]]:
+    """Run one statement or replication command to its end and return its rows as text."""
+    result = connection.exec_(statement.encode())
+    if result.status in (pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK):
+        return [
+            tuple(_text(result.get_value(row, column)) for column in range(result.nfields))
+            for row in range(result.ntuples)
+        ]
+    verb = " ".join(statement.split()[:2])
+    state = _text(result.error_field(pq.DiagnosticField.SQLSTATE))
+    if state is None:
+        raise SourceUnavailable(f"the replication connection was lost during {verb}")
+    message = _text(result.error_field(pq.DiagnosticField.MESSAGE_PRIMARY)) or "unknown error"
+    raise translate(state, message, verb)
+
+
+def session_settings(connection: PGconn) -> dict[str, str]:
+    """The pinned settings as this session has them."""
+    names = list(SESSION_SETTINGS)
+    (row,) = command(connection, "SELECT " + ", ".join(f"current_setting('{name}')" for name in names))
+    return {name: value or "" for name, value in zip(names, row, strict=True)}
+
+
+def translate(sqlstate: str | None, message: str, doing: str) -> SourceError:
+    """Our error for one of the server's, by its SQLSTATE. `message` is the server's primary message."""
+    text = f"{doing}: {message}"
+    if sqlstate is None or _TRANSIENT_STATES.fullmatch(sqlstate):
+        return SourceUnavailable(text)
+    if sqlstate == "42501":
+        return SourceHalted(text, hint="grant the missing right; `millstream check` names it with its SQL")
+    return SourceHalted(f"{text} (SQLSTATE {sqlstate})")
+
+
+@contextmanager
+def translated(doing: str) -> Iterator[None]:
+    """Turn psycopg's errors into ours. `doing` says what was tried, for the message."""
+    try:
+        yield
+    except psycopg.Error as error:
+        # Only the primary message: details can quote values of rows.
+        message = error.diag.message_primary or "the connection was lost"
+        state = error.sqlstate if error.diag.message_primary else None
+        raise translate(state, message, doing) from None
+
+
+def where(spec: SourceSpec) -> str:
+    """`user@host:port/database` of a source, for messages. Never a password."""
+    return _where(_parse(spec.uri))
+
+
+def _parse(uri: str) -> dict[str, str]:
+    try:
+        parsed = {name: str(value) for name, value in conninfo_to_dict(uri).items() if value is not None}
+    except psycopg.Error:
+        # Libpq's own message quotes the piece it stumbled on, which can be the password.
+        raise ConfigError(
+            "the source's uri is not a Postgres connection string",
+            hint="postgresql://user@host:5432/database?sslmode=require; percent-encode special characters",
+        ) from None
+    if any(not port.isdigit() for port in parsed.get("port", "").split(",") if port):
+        raise ConfigError("the port in the source's uri is not a number", hint="postgresql://user@host:5432/database")
+    return parsed
+
+
+def _where(parsed: Mapping[str, str]) -> str:
+    user = f"{parsed['user']}@" if "user" in parsed else ""
+    host = parsed.get("host") or parsed.get("hostaddr") or "localhost"
+    return f"{user}{host}:{parsed.get('port', '5432')}/{parsed.get('dbname') or parsed.get('user', '')}"
+
+
+def _parameters(spec: SourceSpec, options: PostgresOptions, application_name: str | None) -> dict[str, str]:
+    parsed = _parse(spec.uri)
+    if spec.auth_ref is not None:
+        if "password" in parsed:
+            raise ConfigError(
+                f"source {spec.name} has a password in its uri and an auth_ref",
+                hint="remove the password from the uri",
+            )
+        parsed["password"] = resolve(spec.auth_ref).reveal()
+    pinned = " ".join(f"-c {name}={value.replace(' ', '')}" for name, value in SESSION_SETTINGS.items())
+    own = {
+        "client_encoding": SESSION_SETTINGS["client_encoding"],
+        "application_name": application_name or f"millstream {options.slot}",
+        "options": f"{parsed.get('options', '')} {pinned}".strip(),
+    }
+    defaults = _KEEPALIVE | {"connect_timeout": str(options.connect_timeout // 1000)}
+    return defaults | parsed | own
+
+
+def _timeouts(server_version: int, lock_timeout: str) -> list[str]:
+    names = ["statement_timeout", "idle_in_transaction_session_timeout", "idle_session_timeout"]
+    if server_version >= 170000:
+        names.append("transaction_timeout")
+    known = [name for name in names if server_version >= 140000 or name != "idle_session_timeout"]
+    return [*(f"SET {name} = 0" for name in known), f"SET lock_timeout = '{lock_timeout}'"]
+
+
+def _refused(message: str, parameters: Mapping[str, str]) -> SourceError:
+    """The error for a connection that was not made; secrets are cut out whatever libpq says."""
+    said = " ".join(message.split())
+    for name in ("password", "sslpassword"):
+        if parameters.get(name):
+            said = said.replace(parameters[name], "***")
+    said = re.sub(
+        r"connection failed: |connection to server at [^ ]+(?: \([^)]*\))?,? (?:port \d+ )?failed: ", "", said
+    )
+    said = re.sub(r"\s*Is the server running[^?]*\?", "", said)
+    text = f"cannot connect to {_where(parameters)}: {said}"
+    for pattern, hint in _PERMANENT:
+        if re.search(pattern, said):
+            return SourceHalted(text, hint=_fill(hint, parameters))
+    return SourceUnavailable(text, hint="is the server up, and is the host of the uri right?")
+
+
+def _fill(hint: str, parameters: Mapping[str, str]) -> str:
+    user = parameters.get("user", "<user>")
+    return hint.replace("<user>", user).replace("<database>", parameters.get("dbname", user))
+
+
+def _refuse_pooler(connection: PGconn) -> None:
+    ((pid,),) = command(connection, "SELECT pg_backend_pid()")
+    if pid != str(connection.backend_pid):
+        raise SourceHalted("a connection pooler stands between us and the server", hint=_POOLER_HINT)
+
+
+def _check_settings(actual: Mapping[str, str]) -> None:
+    wrong = [f"{name} is {actual[name]!r}" for name, value in SESSION_SETTINGS.items() if actual[name] != value]
+    if wrong:
+        raise SourceHalted(
+            f"the server did not take our session settings: {', '.join(wrong)}",
+            hint="remove what overrides them: a login trigger, or a pooler in front of the server",
+        )
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode("utf-8", "replace")

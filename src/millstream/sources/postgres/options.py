@@ -1,0 +1,166 @@
+"""The options of a Postgres source, declared once: names, defaults, checks and documentation.
+
+They stand in the stream file beside `kind`, `uri` and `tables`. Values that come from elsewhere
+(names of slot and publication) are completed by `PostgresOptions.of`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from millstream.config.units import parse_duration_ms
+from millstream.errors import ConfigError
+from millstream.model import SourceSpec
+
+INSERT_SUFFIX = "_insert"
+"""What the name of the insert-only publication has more than that of the main one."""
+
+_NAME_BYTES = 63 - len(INSERT_SUFFIX)
+
+Duration = Annotated[int, BeforeValidator(parse_duration_ms)]
+"""Milliseconds; written as `10s`, `500ms`, `1m`."""
+
+
+class PostgresOptions(BaseModel):
+    """What a Postgres source can be told, beyond the keys that all sources have."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    slot: str = Field(
+        "",
+        pattern=r"^[a-z0-9_]{1,56}$",
+        validate_default=False,
+        description="Name of the replication slot. Default: millstream_ and the source's name.",
+    )
+    publication: str = Field(
+        "",
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,55}$",
+        validate_default=False,
+        description="Name of the publication; the insert-only one beside it has the suffix _insert. "
+        "Default: the slot's name.",
+    )
+    heartbeat_interval: Duration = Field(
+        10_000,
+        description="How often a small logical message is written to the source, so that the slot moves on in a "
+        "quiet database. 0 turns it off.",
+    )
+    status_interval: Duration = Field(
+        10_000,
+        ge=100,
+        description="How often the server hears from us, at least. Keep it well below the server's wal_sender_timeout.",
+    )
+    connect_timeout: Duration = Field(
+        10_000, ge=1000, description="How long one attempt to connect may take; whole seconds."
+    )
+    push: bool = Field(
+        False, description="Let the server leave out columns and rows (`columns`, `rows`), instead of Millstream."
+    )
+    columns: dict[str, Annotated[list[str], Field(min_length=1)]] = Field(
+        default_factory=dict,
+        description="Per table (schema.table) the columns that the server sends. Needs `push: true` and Postgres 15.",
+    )
+    rows: dict[str, Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=dict,
+        description="Per table (schema.table) an SQL condition; the server sends rows that meet it. Needs "
+        "`push: true` and Postgres 15.",
+    )
+    origin: Literal["any", "none"] = Field(
+        "any", description="`none` leaves out changes that were themselves replicated to the source. Needs Postgres 16."
+    )
+    messages: bool = Field(True, description="Whether logical messages (pg_logical_emit_message) are captured.")
+    failover: bool = Field(
+        False, description="Create the slot so that it is synchronised to standbys. Needs Postgres 17."
+    )
+
+    @classmethod
+    def of(cls, source: SourceSpec) -> PostgresOptions:
+        """The options of a source, with every default filled in. Raises ConfigError with all problems."""
+        try:
+            given = cls.model_validate(dict(source.options))
+        except ValidationError as wrong:
+            problems = "; ".join(
+                f"{'.'.join(str(part) for part in error['loc']) or 'options'}: {error['msg']}"
+                for error in wrong.errors(include_input=False, include_url=False)
+            )
+            raise ConfigError(f"source {source.name}: {problems}") from None
+        slot = given.slot or default_name(source.name)
+        return given.model_copy(update={"slot": slot, "publication": given.publication or slot})
+
+    @property
+    def insert_publication(self) -> str:
+        """The publication of the tables whose updates and deletes cannot be published."""
+        return self.publication + INSERT_SUFFIX
+
+    @property
+    def publications(self) -> tuple[str, str]:
+        """Both publications, the main one first. Both always exist, so their names never change."""
+        return self.publication, self.insert_publication
+
+    def plugin_options(self, server_version: int) -> dict[str, str]:
+        """What START_REPLICATION tells pgoutput. `server_version` as libpq counts it: 160010."""
+        chosen = {
+            "proto_version": "1",
+            "publication_names": ",".join(f'"{name}"' for name in self.publications),
+            "messages": "true" if self.messages else "false",
+        }
+        if server_version >= 160000:
+            chosen["origin"] = self.origin
+        return chosen
+
+    @model_validator(mode="after")
+    def _ask_before_pushing(self) -> Self:
+        if (self.columns or self.rows) and not self.push:
+            raise PydanticCustomError(
+                "push_needed",
+                "columns and rows make the server leave data out, which the journal then never has: "
+                "add push: true to ask for it",
+            )
+        return self
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _suggest(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Unknown keys keep their place among the other errors, and name the nearest known key."""
+        try:
+            return handler(value)
+        except ValidationError as wrong:
+            raise ValidationError.from_exception_data(
+                wrong.title, [_with_suggestion(error, list(cls.model_fields)) for error in wrong.errors()]
+            ) from None
+
+
+def default_name(source: str) -> str:
+    """`millstream_` and the source's name in the letters a slot may have.
+
+    A name that had to be changed or cut gets a piece of its hash, so that two sources never share a slot.
+    """
+    plain = re.sub(r"[^a-z0-9_]", "_", source.lower())
+    name = f"millstream_{plain}"
+    if plain == source and len(name) <= _NAME_BYTES:
+        return name
+    digest = hashlib.sha256(source.encode()).hexdigest()[:8]
+    return f"{name[: _NAME_BYTES - 9]}_{digest}"
+
+
+def _with_suggestion(error: Any, known: list[str]) -> InitErrorDetails:
+    text = str(error["msg"])
+    if error["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
+        text = "unknown key" + (f", did you mean {near[0]}?" if near else f"; known keys: {', '.join(known)}")
+    # The text goes in as a value: as a template, braces in it would be read as names.
+    kind = PydanticCustomError(error["type"], "{text}", {"text": text.removeprefix("Value error, ")})
+    return InitErrorDetails(type=kind, loc=error["loc"], input=error["input"])
