@@ -4,6 +4,7 @@
     ├── ConfigError            a stream file or an option is wrong; nothing was started
     ├── SecretError            a password reference cannot be resolved
     ├── DependencyError        an optional package, Java or a server binary is missing
+    ├── EmbeddedError          the embedded Postgres did not do what was asked
     ├── SourceError
     │   ├── SourceUnavailable  transient: the database cannot be reached now
     │   ├── PreflightError     the database is not fit for capture; carries the findings
@@ -60,6 +61,10 @@ class SecretError(ConfigError):
 
 class DependencyError(MillstreamError):
     """Something that must be installed is not."""
+
+
+class EmbeddedError(MillstreamError):
+    """The embedded Postgres did not start, stop or copy itself; the message has the end of its log."""
 
 
 class SourceError(MillstreamError):
