@@ -1,0 +1,179 @@
+"""The messages of Postgres' output plugin `pgoutput` (protocol version 1), framed by array.
+
+A replication connection hands over CopyData messages one by one: `w` carries one pgoutput message
+behind a header of 25 bytes (position, end of log, clock), `k` is a keepalive. Nothing is done per
+message in Python: a run of them is joined once, and the fields that frame it are gathered from
+the joined bytes with numpy. Only the rare kinds (relation, truncate, keepalive) are parsed here
+one at a time. Values of rows are never looked at.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from millstream.model import Column, Relation
+
+Ints = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+
+HEADER: Final = 25
+"""Bytes in front of a pgoutput message: `w`, position, end of log, clock."""
+
+BEGIN: Final = ord("B")
+COMMIT: Final = ord("C")
+ORIGIN: Final = ord("O")
+RELATION: Final = ord("R")
+TYPE: Final = ord("Y")
+INSERT: Final = ord("I")
+UPDATE: Final = ord("U")
+DELETE: Final = ord("D")
+TRUNCATE: Final = ord("T")
+MESSAGE: Final = ord("M")
+KEEPALIVE: Final = ord("k")
+DATA: Final = ord("w")
+
+HEARTBEAT_PREFIX: Final = "millstream.heartbeat"
+"""Prefix of the logical messages that Millstream itself writes, to move the log of an idle source."""
+
+UNIX_OF_2000_US: Final = 946_684_800_000_000
+"""Postgres counts microseconds from 2000-01-01; this is that day in Unix microseconds."""
+
+_KEEPALIVE = struct.Struct(">cqqB")
+_STATUS = struct.Struct(">cqqqqB")
+_RELATION_TAIL = struct.Struct(">ch")
+_COLUMN_TAIL = struct.Struct(">Ii")
+_TRUNCATE = struct.Struct(">cIB")
+_HEARTBEAT = HEARTBEAT_PREFIX.encode() + b"\0"
+_MESSAGE_PREFIX_AT = 10  # tag, flags, lsn
+
+
+class ProtocolError(Exception):
+    """Bytes that are no message of pgoutput version 1, or in an order it never sends."""
+
+
+@dataclass(frozen=True)
+class Frames:
+    """A run of messages in one buffer. `at` is where each pgoutput message starts, `end` where it ends."""
+
+    raw: bytes
+    at: Ints
+    end: Ints
+    tag: Bytes
+    """The pgoutput tag, or KEEPALIVE (no pgoutput message uses that letter)."""
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    @cached_property
+    def octets(self) -> Bytes:
+        """Every byte of the buffer."""
+        return np.frombuffer(self.raw, dtype=np.uint8)
+
+    @cached_property
+    def _int64(self) -> npt.NDArray[np.int64]:
+        # Overlapping views, one element per byte offset: indexing them gathers fields at any offset.
+        return np.ndarray((max(len(self.raw) - 7, 0),), ">i8", self.raw, strides=(1,))
+
+    @cached_property
+    def _uint32(self) -> npt.NDArray[np.uint32]:
+        return np.ndarray((max(len(self.raw) - 3, 0),), ">u4", self.raw, strides=(1,))
+
+    def int64(self, offsets: Ints) -> Ints:
+        """The big-endian 64-bit integers at these byte offsets."""
+        return self._int64[offsets].astype(np.int64)
+
+    def uint32(self, offsets: Ints) -> Ints:
+        """The big-endian unsigned 32-bit integers at these byte offsets."""
+        return self._uint32[offsets].astype(np.int64)
+
+    def payload(self, index: int) -> bytes:
+        """One message, from its tag to its end."""
+        return self.raw[self.at[index] : self.end[index]]
+
+    def sent_at(self, indexes: Ints) -> Ints:
+        """When the server sent these messages, in its own microseconds (from the header)."""
+        return self.int64(self.at[indexes] - 8)
+
+    def is_heartbeat(self, index: int) -> bool:
+        """Whether a logical message is one of Millstream's own."""
+        return self.raw.startswith(_HEARTBEAT, int(self.at[index]) + _MESSAGE_PREFIX_AT)
+
+
+def frame(messages: Sequence[bytes], sizes: Sequence[int]) -> Frames:
+    """Join CopyData messages and find what each of them is. Raises ProtocolError for an unknown kind."""
+    raw = b"".join(messages)
+    end = np.cumsum(np.array(sizes, dtype=np.int64))
+    start = end - np.array(sizes, dtype=np.int64)
+    octets = np.frombuffer(raw, dtype=np.uint8)
+    kind = octets[start]
+    data = kind == DATA
+    if not np.all(data | (kind == KEEPALIVE)):
+        raise ProtocolError("the server sent a replication message of an unknown kind")
+    if np.any(data & (end - start <= HEADER)):
+        raise ProtocolError("the server sent a replication message that is too short")
+    at = np.where(data, start + HEADER, start)
+    return Frames(raw, at, end, octets[at])
+
+
+@dataclass(frozen=True)
+class Keepalive:
+    """The server is alive and has sent everything up to `wal_end`; it may want an answer now."""
+
+    wal_end: int
+    reply: bool
+
+
+def parse_keepalive(payload: bytes) -> Keepalive:
+    """A keepalive message, whole."""
+    try:
+        _, wal_end, _, reply = _KEEPALIVE.unpack(payload)
+    except struct.error:
+        raise ProtocolError("the server sent a keepalive of the wrong length") from None
+    return Keepalive(wal_end, bool(reply))
+
+
+def status_update(*, written: int, flushed: int, unix_us: int) -> bytes:
+    """A standby status update: received up to `written`, need not be sent again up to `flushed`."""
+    return _STATUS.pack(b"r", written, flushed, flushed, unix_us - UNIX_OF_2000_US, 0)
+
+
+def parse_truncate(payload: bytes) -> tuple[int, ...]:
+    """The OIDs of the relations that one TRUNCATE emptied."""
+    try:
+        _, count, _ = _TRUNCATE.unpack_from(payload)
+        return struct.unpack_from(f">{count}I", payload, _TRUNCATE.size)
+    except struct.error:
+        raise ProtocolError("the server sent a truncate message of the wrong length") from None
+
+
+def parse_relation(payload: bytes) -> Relation:
+    """A relation as the log describes it: names, type OIDs and modifiers, which columns identify a row."""
+    try:
+        (oid,) = struct.unpack_from(">I", payload, 1)
+        schema, at = _text(payload, 5)
+        name, at = _text(payload, at)
+        identity, count = _RELATION_TAIL.unpack_from(payload, at)
+        at += _RELATION_TAIL.size
+        columns = []
+        for _ in range(count):
+            key = payload[at] & 1 == 1
+            column, at = _text(payload, at + 1)
+            type_oid, type_mod = _COLUMN_TAIL.unpack_from(payload, at)
+            at += _COLUMN_TAIL.size
+            columns.append(Column(column, type_oid, type_mod, key))
+    except (struct.error, ValueError, IndexError):
+        raise ProtocolError("the server sent a relation message that cannot be read") from None
+    # An empty schema name stands for pg_catalog.
+    return Relation(oid, schema or "pg_catalog", name, identity.decode("ascii"), tuple(columns))
+
+
+def _text(payload: bytes, at: int) -> tuple[str, int]:
+    end = payload.index(b"\0", at)
+    return payload[at:end].decode(), end + 1
