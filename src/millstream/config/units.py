@@ -52,10 +52,10 @@ def _parse(value: object, units: dict[str, int], expected: str) -> int:
     if factor is None:
         raise ValueError(f"unknown unit {unit!r} in {value!r}: expected {expected}")
     whole, _, fraction = number.partition(".")
-    scaled = int(whole + fraction) * factor
-    if scaled % 10 ** len(fraction):
+    amount, rest = divmod(int(whole + fraction) * factor, int("1" + "0" * len(fraction)))
+    if rest:
         raise ValueError(f"{value!r} is finer than the smallest unit: expected {expected}")
-    return scaled // 10 ** len(fraction)
+    return amount
 
 
 def _format(amount: int, names: tuple[str, ...], units: dict[str, int], smallest: str) -> str:

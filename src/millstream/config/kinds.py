@@ -1,0 +1,59 @@
+"""Which kinds of sources and targets there are, and where their own options are declared.
+
+Options are named as text and imported when a stream file uses them, so that reading a file needs
+neither Spark nor the drivers of databases that are not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+
+from pydantic import BaseModel
+
+from millstream.model import BatchLimits
+
+MAX_EVENTS = 500_000
+
+
+@dataclass(frozen=True)
+class SourceKind:
+    """A kind of source that this version has."""
+
+    options: str
+    schemes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TargetKind:
+    """A kind of target that this version has. `later` are values of its options it does not have yet."""
+
+    options: str
+    limits: BatchLimits
+    later: Mapping[str, tuple[str, ...]]
+
+
+SOURCES = {
+    "postgres": SourceKind("millstream.sources.postgres.options:PostgresOptions", ("postgresql", "postgres")),
+}
+SOURCES_LATER = ("mysql", "mariadb", "sqlite", "kafka", "nats", "kinesis", "archive", "fanout", "base", "mongodb")
+
+TARGETS = {
+    "files": TargetKind(
+        "millstream.targets.files:FilesOptions",
+        BatchLimits(max_ms=5_000, max_bytes=16 << 20, max_events=MAX_EVENTS),
+        later={"format": ("json", "jsonl", "avro", "arrow", "protobuf")},
+    ),
+}
+TARGETS_LATER = (
+    *("delta", "iceberg", "postgres", "mysql", "mariadb", "sqlite", "duckdb", "clickhouse", "kafka", "nats", "redis"),
+    *("http", "queue", "memory", "fanout", "turbopuffer", "grpc", "base"),
+)
+
+
+def options_model(place: str) -> type[BaseModel]:
+    """The pydantic model at `module:Class`."""
+    module, _, name = place.partition(":")
+    model: type[BaseModel] = getattr(import_module(module), name)
+    return model

@@ -1,0 +1,261 @@
+"""Stream files to streams: every problem of every file at once, or all of the streams.
+
+    load_streams([Path("shop.yaml")]) -> [StreamSpec(name="shop", ...)]
+
+A file holds one stream, or several under `streams:`. Relative paths in it are relative to the file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from pydantic import BaseModel
+
+from millstream.config.document import read_document
+from millstream.config.kinds import SOURCES, TARGETS, options_model
+from millstream.config.problems import Problem, StreamFileError
+from millstream.config.report import Reporter
+from millstream.config.schema import SourceKeys, StreamKeys, TargetKeys
+from millstream.model import BatchLimits, SourceSpec, StreamSpec, TargetSpec
+
+
+@dataclass
+class _Found:
+    """A stream that has no problem of its own, with where it stands."""
+
+    spec: StreamSpec
+    report: Reporter
+
+
+def load_streams(
+    paths: Iterable[Path | str],
+    *,
+    environment: Mapping[str, str] = os.environ,
+    on_warning: Callable[[Problem], None] | None = None,
+) -> list[StreamSpec]:
+    """Read stream files. Raises StreamFileError (a ConfigError) that lists all problems of all files.
+
+    `on_warning` hears of what works but should be done otherwise, such as a password in a URI.
+    """
+    problems: list[Problem] = []
+    warnings: list[Problem] = []
+    found: list[_Found] = []
+    for path in paths:
+        found += _load_file(Path(path), environment, problems, warnings)
+    _check_together(found)
+    if problems:
+        raise StreamFileError(problems)
+    for warning in warnings:
+        if on_warning is not None:
+            on_warning(warning)
+    return [one.spec for one in found]
+
+
+def _load_file(
+    path: Path, environment: Mapping[str, str], problems: list[Problem], warnings: list[Problem]
+) -> list[_Found]:
+    file = str(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        problems.append(Problem(file, None, None, "", "not UTF-8 text", "save the file as UTF-8"))
+        return []
+    except OSError as error:
+        problems.append(Problem(file, None, None, "", f"cannot be read: {error.strerror}", "check the path"))
+        return []
+    tree, wrong = read_document(text, file, environment)
+    problems += wrong
+    if tree is None:
+        return []
+    base = path.absolute().parent
+    found: list[_Found] = []
+    for report in _stream_reporters(Reporter(file, tree, problems, warnings)):
+        spec = _stream(report, base)
+        if spec is not None:
+            found.append(_Found(spec, report))
+    return found
+
+
+def _stream_reporters(report: Reporter) -> list[Reporter]:
+    """One for each stream of the file."""
+    value = report.tree.value
+    if not isinstance(value, dict):
+        report.problem((), "a stream file is a mapping", "begin with `name: ...`")
+        return []
+    if "streams" not in value:
+        return [report]
+    for key in value:
+        if key != "streams":
+            report.problem((key,), "stands beside `streams`", "move it into the streams it belongs to", of_key=True)
+    if not isinstance(value["streams"], list) or not value["streams"]:
+        report.problem(("streams",), "must be a list of streams")
+        return []
+    return [report.under("streams", index) for index in range(len(value["streams"]))]
+
+
+def _stream(report: Reporter, base: Path) -> StreamSpec | None:
+    """The stream, or None when something is wrong with it, which has been reported."""
+    count = len(report.problems)
+    raw = report.tree.value
+    keys = report.validate((), StreamKeys, raw)
+    if not isinstance(raw, dict):
+        return None
+    source = _source_options(report, raw.get("source"), base)
+    raw_targets = raw["targets"] if isinstance(raw.get("targets"), list) else []
+    targets = [_target_options(report, index, target, base) for index, target in enumerate(raw_targets)]
+    _check_uri(report, raw.get("source"))
+    _check_target_names(report, raw_targets)
+    _check_commit(report, raw.get("commit", "all"), raw_targets)
+    if keys is None or len(report.problems) > count:
+        return None
+    return StreamSpec(
+        name=keys.name,
+        source=_source_spec(keys.source, keys.name, source, base),
+        mode=keys.mode,
+        targets=tuple(_target_spec(one, options) for one, options in zip(keys.targets, targets, strict=True)),
+        commit=keys.commit,
+        checkpoint_interval_ms=keys.checkpoint_interval,
+    )
+
+
+def _source_spec(keys: SourceKeys, stream: str, options: Mapping[str, Any], base: Path) -> SourceSpec:
+    auth_ref = keys.auth_ref
+    if auth_ref is not None and auth_ref.startswith("file:"):
+        auth_ref = f"file:{_absolute(auth_ref.removeprefix('file:'), base)}"
+    return SourceSpec(
+        name=keys.name or stream,
+        kind=keys.kind,
+        uri=keys.uri,
+        auth_ref=auth_ref,
+        tables=tuple(keys.tables),
+        ack=keys.ack,
+        max_source_wal=keys.max_source_wal,
+        on_limit=keys.on_limit,
+        options=options,
+    )
+
+
+def _target_spec(keys: TargetKeys, options: Mapping[str, Any]) -> TargetSpec:
+    default = TARGETS[keys.kind].limits
+    limits = BatchLimits(
+        max_ms=keys.batch.max_ms or default.max_ms,
+        max_bytes=keys.batch.max_bytes or default.max_bytes,
+        max_events=keys.batch.max_events or default.max_events,
+    )
+    return TargetSpec(keys.name, keys.kind, limits, keys.required, options)
+
+
+def _source_options(report: Reporter, raw: object, base: Path) -> Mapping[str, Any]:
+    if not isinstance(raw, dict) or raw.get("kind") not in SOURCES:
+        return {}
+    return _options(report, ("source",), raw, SourceKeys, SOURCES[raw["kind"]].options, base)
+
+
+def _target_options(report: Reporter, index: int, raw: object, base: Path) -> Mapping[str, Any]:
+    if not isinstance(raw, dict) or raw.get("kind") not in TARGETS:
+        return {}
+    kind = TARGETS[raw["kind"]]
+    left = dict(raw)
+    for key, later in kind.later.items():
+        if left.get(key) in later:
+            value = left.pop(key)
+            report.problem(("targets", index, key), f"`{value}` is not available in this version", "leave it out")
+    return _options(report, ("targets", index), left, TargetKeys, kind.options, base)
+
+
+def _options(
+    report: Reporter, at: Sequence[str | int], raw: Mapping[str, Any], shared: type[BaseModel], place: str, base: Path
+) -> Mapping[str, Any]:
+    """The options of one kind: checked by its own model, only those that were given, as JSON values."""
+    model = options_model(place)
+    report.refuse_unknown(at, raw, [*shared.model_fields, *model.model_fields])
+    given = {key: value for key, value in raw.items() if key in model.model_fields}
+    options = report.validate(at, model, given)
+    if options is None:
+        return {}
+    values = options.model_dump(mode="json", exclude_unset=True)
+    for name in ("path",):
+        if isinstance(values.get(name), str):
+            values[name] = _absolute(values[name], base)
+    return values
+
+
+def _absolute(path: str, base: Path) -> str:
+    return path if "://" in path else str(base / Path(path).expanduser())
+
+
+def _check_uri(report: Reporter, raw: object) -> None:
+    """Says nothing of the URI's content: what looks wrong may be a secret."""
+    if not isinstance(raw, dict) or not isinstance(raw.get("uri"), str) or raw.get("kind") not in SOURCES:
+        return
+    schemes = SOURCES[raw["kind"]].schemes
+    try:
+        parts = urlsplit(raw["uri"])
+        parameters = {key.lower() for key, _ in parse_qsl(parts.query)}
+        has_password = bool(parts.password) or not parameters.isdisjoint({"password", "sslpassword"})
+    except ValueError:
+        parts, has_password = None, False
+    at = ("source", "uri")
+    if parts is None or parts.scheme not in schemes or not parts.netloc + parts.query:
+        report.problem(at, f"not a {raw['kind']} URI", f"write {schemes[0]}://user@host:port/database")
+    elif has_password and raw.get("auth_ref") is not None:
+        report.problem(at, "a password stands in the URI and `auth_ref` names another", "keep `auth_ref` only")
+    elif has_password:
+        report.warning(at, "a password stands in the URI", "take it out and name where it is: auth_ref: env:NAME")
+
+
+def _check_target_names(report: Reporter, raw: Sequence[object]) -> None:
+    first: dict[str, int] = {}
+    for index, target in enumerate(raw):
+        name = target.get("name") if isinstance(target, dict) else None
+        if not isinstance(name, str):
+            continue
+        if name in first:
+            line, _ = report.tree.place(("targets", first[name], "name"))
+            at = ("targets", index, "name")
+            report.problem(at, f"another target is named `{name}`, on line {line}", "give it a name of its own")
+        first.setdefault(name, index)
+
+
+def _check_commit(report: Reporter, commit: object, targets: Sequence[object]) -> None:
+    optional = [i for i, one in enumerate(targets) if isinstance(one, dict) and one.get("required") is False]
+    if isinstance(commit, dict) and isinstance(commit.get("quorum"), int) and commit["quorum"] > len(targets) > 0:
+        report.problem(("commit", "quorum"), f"asks for {commit['quorum']} of {len(targets)} targets")
+    if commit == "required" and targets and len(optional) == len(targets):
+        report.problem(("commit",), "no target is required", "take `required: false` from one of them")
+    if commit != "required":
+        for index in optional:
+            hint = "write `commit: required` on the stream, or take it out"
+            report.problem(("targets", index, "required"), "has no meaning without `commit: required`", hint)
+
+
+def _check_together(found: Sequence[_Found]) -> None:
+    """What only shows across streams and files: names, shared sources, shared directories."""
+    names: dict[str, Reporter] = {}
+    sources: dict[str, StreamSpec] = {}
+    paths: dict[str, str] = {}
+    for one in found:
+        spec, report = one.spec, one.report
+        if spec.name in names:
+            line, _ = names[spec.name].tree.place(("name",))
+            where = f"{names[spec.name].file}:{line}"
+            report.problem(("name",), f"another stream is named `{spec.name}`, at {where}", "give it a name of its own")
+        names.setdefault(spec.name, report)
+        other = sources.setdefault(spec.source.name, spec)
+        if other.source != spec.source:
+            hint = "make the two equal, or give one a `name` of its own"
+            message = f"stream `{other.name}` has another source of the name `{spec.source.name}`"
+            report.problem(("source",), message, hint)
+        for index, target in enumerate(spec.targets):
+            path = target.options.get("path")
+            if path is None:
+                continue
+            if path in paths:
+                hint = "give each target a directory of its own"
+                report.problem(("targets", index, "path"), f"target {paths[path]} writes there too", hint)
+            paths.setdefault(path, f"{spec.name}/{target.name}")

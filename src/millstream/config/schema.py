@@ -1,0 +1,148 @@
+"""The keys of a stream file that every source and target shares, declared once.
+
+`docs/stream-file.md` is held to these models by a test. The keys that belong to one kind of
+source or target are declared by that kind; `millstream.config.kinds` says where.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from millstream.config.kinds import SOURCES, SOURCES_LATER, TARGETS, TARGETS_LATER
+from millstream.config.problems import Refusal, nearest
+from millstream.config.units import parse_duration_ms, parse_size
+from millstream.model import AckPolicy, Mode, OnLimit
+
+
+def _one_of(now: Iterable[str], later: Iterable[str] = ()) -> Callable[[object], object]:
+    """Takes the values there are; says of the others that they will come, or which one was meant."""
+    now, later = tuple(now), tuple(later)
+    available = f"available: {', '.join(now)}"
+
+    def check(value: object) -> object:
+        if value in now:
+            return value
+        if not isinstance(value, str):
+            raise Refusal("must be a word", available)
+        if value in later:
+            raise Refusal(f"`{value}` is not available in this version", available)
+        meant = nearest(value, now)
+        raise Refusal(f"`{value}` is not known", f"{meant} {available}" if meant else available)
+
+    return check
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[a-z][a-z0-9_-]*", value):
+        raise Refusal("a name is lower case letters, digits, `_` and `-`, and begins with a letter")
+    return value
+
+
+def _auth_ref(value: object) -> str:
+    # What stands here may be a password put in the wrong place: it is not repeated.
+    if not isinstance(value, str) or not re.fullmatch(r"(env|file):.+", value):
+        raise Refusal("a password is given by reference", "write env:NAME or file:PATH")
+    return value
+
+
+def _tables(value: object) -> object:
+    if isinstance(value, str):
+        raise Refusal("must be a list", f"write [{value}]")
+    if isinstance(value, list):
+        twice = {str(item) for item in value if value.count(item) > 1}
+        if twice:
+            raise Refusal(f"`{min(twice)}` is listed twice", "keep one of the two")
+        if not value:
+            raise Refusal("the list is empty", "name a table as schema.table, or all of a schema as schema.*")
+    return value
+
+
+def _table(value: object) -> str:
+    if not isinstance(value, str) or not all(value.partition(".")):
+        raise Refusal("a table is schema.table", "patterns may use `*`, as in public.* or public.item_*")
+    return value
+
+
+def _commit(value: object) -> str:
+    if value in ("all", "required"):
+        return str(value)
+    if isinstance(value, dict) and list(value) == ["quorum"]:
+        quorum = value["quorum"]
+        if isinstance(quorum, int) and not isinstance(quorum, bool) and quorum >= 1:
+            return f"quorum:{quorum}"
+        raise Refusal("`quorum` is a whole number of targets, 1 or more")
+    raise Refusal("must be all, required or {quorum: N}")
+
+
+def _not_yet(empty: tuple[object, ...], instead: str) -> Callable[[object], None]:
+    def check(value: object) -> None:
+        if value not in empty:
+            raise Refusal("is not available in this version", instead)
+
+    return check
+
+
+Name = Annotated[str, BeforeValidator(_name)]
+Duration = Annotated[int, BeforeValidator(parse_duration_ms), Field(gt=0)]
+Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+
+
+class _Keys(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+
+class _KeysAndOptions(BaseModel):
+    # The other keys are options of the kind, and are checked by its own model.
+    model_config = ConfigDict(extra="ignore", frozen=True, hide_input_in_errors=True)
+
+
+class BatchKeys(_Keys):
+    """When a target's batch is cut; each limit that is left out has the default of the target's kind."""
+
+    max_ms: Duration | None = None
+    max_bytes: Size | None = None
+    max_events: Annotated[int, Field(gt=0)] | None = None
+
+
+class SourceKeys(_KeysAndOptions):
+    """The keys every source has."""
+
+    name: Name | None = None
+    kind: Annotated[str, BeforeValidator(_one_of(SOURCES, SOURCES_LATER))]
+    uri: str
+    auth_ref: Annotated[str, BeforeValidator(_auth_ref)] | None = None
+    tables: Annotated[list[Annotated[str, BeforeValidator(_table)]], BeforeValidator(_tables)]
+    ack: Annotated[AckPolicy, BeforeValidator(_one_of(AckPolicy))] = AckPolicy.DELIVERED
+    max_source_wal: Size = 4 << 30
+    on_limit: Annotated[OnLimit, BeforeValidator(_one_of(OnLimit))] = OnLimit.RELEASE
+
+
+class TargetKeys(_KeysAndOptions):
+    """The keys every target has."""
+
+    name: Name
+    kind: Annotated[str, BeforeValidator(_one_of(TARGETS, TARGETS_LATER))]
+    batch: BatchKeys = BatchKeys()
+    required: bool = True
+
+
+class StreamKeys(_Keys):
+    """The keys of a stream."""
+
+    name: Name
+    source: SourceKeys
+    mode: Annotated[Mode, BeforeValidator(_one_of([Mode.CDC], [Mode.SNAPSHOT, Mode.SNAPSHOT_THEN_CDC]))]
+    filter: Annotated[Any, BeforeValidator(_not_yet((None, ""), "remove it: every row is delivered"))] = None
+    transforms: Annotated[
+        Any, BeforeValidator(_not_yet((None, []), "leave it out: rows are delivered as they are"))
+    ] = None
+    targets: Annotated[list[TargetKeys], Field(min_length=1)]
+    commit: Annotated[str, BeforeValidator(_commit)] = "all"
+    conflict: Annotated[
+        str, BeforeValidator(_one_of(["source_wins"], ["last_writer_wins", "dest_wins", "manual_review"]))
+    ] = "source_wins"
+    checkpoint_interval: Duration = 1_000
