@@ -1,0 +1,219 @@
+"""pgoutput messages of one relation to Arrow columns, by column.
+
+    insert   I oid4 N tuple
+    update   U oid4 [K|O tuple] N tuple       K: old key, O: old row (REPLICA IDENTITY FULL)
+    delete   D oid4 K|O tuple
+    truncate T ...                            names relations only; it has no row
+
+Insert, delete and an update without old tuple have the same layout, so the first tuple of all
+rows is walked in one go, and the second one of those updates that have two. Rows come out in the
+order they came in; nothing is regrouped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from millstream.errors import JournalCorrupt
+from millstream.model import Op, Relation
+from millstream.sources.base import Decoded
+from millstream.sources.postgres.casts import cast, exact_text
+from millstream.sources.postgres.cells import SENT, UNCHANGED, Bools, Cells, Ints, Message, gather, walk
+from millstream.sources.postgres.types import ColumnType, column_types
+
+CHUNK_ROWS = 16 << 10
+CHUNK_CELLS = 1 << 20
+CHUNK_BYTES = 16 << 20
+"""How much is decoded at once: small enough for the caches, and never more than 32-bit offsets reach
+(a row that is larger alone is a chunk of its own)."""
+
+BEFORE = "_ms_before."
+"""In `special`, what stands in front of a column's name when the old row's value is meant."""
+
+_TAGS = np.zeros(256, np.uint8)
+_TAGS[[Op.CREATE, Op.UPDATE, Op.DELETE, Op.TRUNCATE]] = list(b"IUDT")
+
+_NEW, _OLD_KEY, _OLD_ROW = ord("N"), ord("K"), ord("O")
+_TUPLE_AT = 6
+
+
+class PostgresDecoder:
+    """Implements `sources.base.Decoder` for a relation captured from Postgres in text mode."""
+
+    def __init__(self, relation: Relation) -> None:
+        self.relation = relation
+        self.types = column_types(relation)
+
+    def decode(self, op: npt.NDArray[np.uint8], payload: pa.LargeBinaryArray) -> Decoded:
+        """Decode a run of changes of this relation (see the contract in `sources.base`).
+
+        The odd values of an old row are in `special` under `_ms_before.<column>`.
+        """
+        result = Result([column.name for column in self.relation.columns], self.types)
+        for begin, end in chunks(payload, max(1, len(self.types))):
+            self._chunk(op[begin:end], payload.slice(begin, end - begin), result)
+        return result.decoded()
+
+    def _chunk(self, op: npt.NDArray[np.uint8], payload: pa.LargeBinaryArray, result: Result) -> None:
+        message = Message(payload)
+        try:
+            after, before, has_before = self._cells(op, message)
+        except IndexError:
+            raise JournalCorrupt(f"a message of {self.relation.table} ends before its row does") from None
+        result.add(message, after, before if has_before.any() else None, has_before)
+
+    def _cells(self, op: npt.NDArray[np.uint8], message: Message) -> tuple[Cells, Cells, Bools]:
+        """The cells of the new rows (old ones, for deletes) and of the old rows, and where there are old rows."""
+        tag = message.bytes[message.begin]
+        if (tag != _TAGS[op]).any():
+            raise JournalCorrupt(f"a message of {self.relation.table} is not of the kind its operation says")
+        truncates = tag == ord("T")
+        if not truncates.any():
+            return self._tuples(message, tag, message.begin, message.end)
+        rows = np.flatnonzero(~truncates)
+        some_after, some_before, some = self._tuples(message, tag[rows], message.begin[rows], message.end[rows])
+        after = Cells.missing(len(self.types), message.begin)
+        before = Cells.missing(len(self.types), message.begin)
+        has_before = np.zeros(len(op), bool)
+        after.put(rows, some_after)
+        before.put(rows, some_before)
+        has_before[rows] = some
+        return after, before, has_before
+
+    def _tuples(
+        self, message: Message, tag: npt.NDArray[np.uint8], begin: Ints, end: Ints
+    ) -> tuple[Cells, Cells, Bools]:
+        columns = len(self.types)
+        if (message.int32(begin + 1) != self.relation.oid).any():
+            raise JournalCorrupt(f"a message is not of {self.relation.table}, though it stands among its rows")
+        marker = message.bytes[begin + 5]
+        has_before: Bools = (marker == _OLD_KEY) | (marker == _OLD_ROW)
+        known = np.where(marker == _NEW, tag != ord("D"), has_before & (tag != ord("I")))
+        if not known.all():
+            raise JournalCorrupt(f"a message of {self.relation.table} has a tuple its kind cannot have")
+        first, at = walk(message, begin + _TUPLE_AT, columns)
+        after = first
+        rows = np.flatnonzero(has_before & (tag == ord("U")))
+        if len(rows):
+            if (message.bytes[at[rows]] != _NEW).any():
+                raise JournalCorrupt(f"an update of {self.relation.table} has no new row")
+            second, at[rows] = walk(message, at[rows] + 1, columns)
+            after = first.copy()
+            after.put(rows, second)
+        if (at != end).any():
+            raise JournalCorrupt(f"a message of {self.relation.table} is not as long as its row")
+        return after, first, has_before
+
+
+def chunks(payload: pa.LargeBinaryArray, columns: int) -> Iterator[tuple[int, int]]:
+    """Cut the rows so that no chunk has more rows, cells or bytes than decode wants at once."""
+    rows = len(payload)
+    if not rows:
+        return
+    offsets: Ints = np.frombuffer(payload.buffers()[1], np.int64, rows + 1, payload.offset * 8)
+    most = max(1, min(CHUNK_ROWS, CHUNK_CELLS // columns))
+    begin = 0
+    while begin < rows:
+        fits = int(np.searchsorted(offsets, offsets[begin] + CHUNK_BYTES, side="right")) - 1
+        end = min(rows, begin + most, max(begin + 1, fits))
+        yield begin, end
+        begin = end
+
+
+@dataclass
+class Result:
+    """Collects the chunks' columns, and per row the marks that are rare: unchanged and special."""
+
+    names: list[str]
+    types: tuple[ColumnType, ...]
+    rows: int = 0
+    after: list[list[pa.Array]] = field(default_factory=list)
+    before: list[list[pa.Array]] = field(default_factory=list)
+    has_before: list[Bools] = field(default_factory=list)
+    unchanged: list[tuple[Ints, Ints]] = field(default_factory=list)
+    special: list[tuple[Ints, str, pa.StringArray]] = field(default_factory=list)
+
+    def add(self, message: Message, after: Cells, before: Cells | None, has_before: Bools) -> None:
+        """Cast and append one chunk."""
+        columns = range(len(self.types))
+        left_out = after.kind == UNCHANGED
+        if left_out.any():
+            rows, which = np.nonzero(left_out.T)
+            self.unchanged.append((rows + self.rows, which))
+        new = [self._column(message, after, column, None) for column in columns]
+        old = None if before is None else [self._column(message, before, column, has_before) for column in columns]
+        self.append(new, old, has_before)
+
+    def append(self, after: list[pa.Array], before: list[pa.Array] | None, has_before: Bools) -> None:
+        """Append the columns of one chunk, whose rare marks were noted already."""
+        self.after.append(after)
+        self.before.append(before or [pa.nulls(len(has_before), t.arrow) for t in self.types])
+        self.has_before.append(has_before)
+        self.rows += len(has_before)
+
+    def _column(self, message: Message, cells: Cells, column: int, only: Bools | None) -> pa.Array:
+        sent: Bools = cells.kind[column] == SENT
+        if only is not None:
+            sent = sent & only
+        to = self.types[column]
+        if not sent.any():
+            return pa.nulls(len(sent), to.arrow)
+        length = cells.length[column] if only is None else np.where(sent, cells.length[column], 0)
+        text = gather(message, cells.start[column], length, None if sent.all() else sent)
+        array, odd = cast(text, to)
+        if len(odd):
+            label = self.names[column] if only is None else BEFORE + self.names[column]
+            self.special.append((odd + self.rows, label, exact_text(text, odd)))
+        return array
+
+    def decoded(self) -> Decoded:
+        """Everything that was added, as one run."""
+        schema = pa.schema([pa.field(name, t.arrow) for name, t in zip(self.names, self.types, strict=True)])
+        has_before = np.concatenate(self.has_before) if self.has_before else np.zeros(0, bool)
+        return Decoded(
+            after=_record_batch(schema, self.after, self.rows),
+            before=_record_batch(schema, self.before, self.rows),
+            has_before=has_before,
+            unchanged=self._unchanged(),
+            special=self._special(),
+        )
+
+    def _unchanged(self) -> pa.ListArray:
+        rows = np.concatenate([rows for rows, _ in self.unchanged]) if self.unchanged else np.zeros(0, np.int64)
+        columns = np.concatenate([c for _, c in self.unchanged]) if self.unchanged else np.zeros(0, np.int64)
+        names = pa.array(self.names, pa.string()).take(pa.array(columns))
+        return pa.ListArray.from_arrays(_offsets(rows, self.rows), names)
+
+    def _special(self) -> pa.MapArray:
+        if not self.special:
+            empty = pa.array([], pa.string())
+            return pa.MapArray.from_arrays(_offsets(np.zeros(0, np.int64), self.rows), empty, empty)
+        rows = np.concatenate([rows for rows, _, _ in self.special])
+        labels = pa.array([label for _, label, _ in self.special], pa.string())
+        which = np.repeat(np.arange(len(self.special)), [len(rows) for rows, _, _ in self.special])
+        texts = pa.concat_arrays([texts for _, _, texts in self.special])
+        order = np.argsort(rows, kind="stable")
+        return pa.MapArray.from_arrays(
+            _offsets(rows, self.rows), labels.take(pa.array(which[order])), texts.take(pa.array(order))
+        )
+
+
+def _record_batch(schema: pa.Schema, chunked: list[list[pa.Array]], rows: int) -> pa.RecordBatch:
+    """The chunks of each column put together; a relation without columns still has its rows."""
+    if not chunked:
+        return pa.RecordBatch.from_arrays([pa.array([], f.type) for f in schema], schema=schema)
+    if not len(schema):
+        return pa.RecordBatch.from_struct_array(pa.Array.from_buffers(pa.struct([]), rows, [None]))
+    columns = [parts[0] if len(parts) == 1 else pa.concat_arrays(parts) for parts in zip(*chunked, strict=True)]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _offsets(rows: Ints, total: int) -> pa.Array:
+    """List offsets for entries that belong to these rows."""
+    counts = np.bincount(rows, minlength=total) if total else np.zeros(0, np.int64)
+    return pa.array(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
