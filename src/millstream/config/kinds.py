@@ -26,12 +26,20 @@ class SourceKind:
 
 
 @dataclass(frozen=True)
+class Choices:
+    """Values of an option: those this version has, and those that are known and will come."""
+
+    now: tuple[str, ...]
+    later: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class TargetKind:
-    """A kind of target that this version has. `later` are values of its options it does not have yet."""
+    """A kind of target that this version has, with the limits its batches have by default."""
 
     options: str
     limits: BatchLimits
-    later: Mapping[str, tuple[str, ...]]
+    choices: Mapping[str, Choices]
 
 
 SOURCES = {
@@ -43,7 +51,7 @@ TARGETS = {
     "files": TargetKind(
         "millstream.targets.files:FilesOptions",
         BatchLimits(max_ms=5_000, max_bytes=16 << 20, max_events=MAX_EVENTS),
-        later={"format": ("json", "jsonl", "avro", "arrow", "protobuf")},
+        choices={"format": Choices(now=("parquet",), later=("json", "jsonl", "avro", "arrow", "protobuf"))},
     ),
 }
 TARGETS_LATER = (

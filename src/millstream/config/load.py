@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from millstream.config.document import read_document
 from millstream.config.kinds import SOURCES, TARGETS, options_model
-from millstream.config.problems import Problem, StreamFileError
+from millstream.config.problems import Problem, StreamFileError, in_order
 from millstream.config.report import Reporter
 from millstream.config.schema import SourceKeys, StreamKeys, TargetKeys
 from millstream.model import BatchLimits, SourceSpec, StreamSpec, TargetSpec
@@ -49,7 +49,7 @@ def load_streams(
         found += _load_file(Path(path), environment, problems, warnings)
     _check_together(found)
     if problems:
-        raise StreamFileError(problems)
+        raise StreamFileError(in_order(problems))
     for warning in warnings:
         if on_warning is not None:
             on_warning(warning)
@@ -161,10 +161,11 @@ def _target_options(report: Reporter, index: int, raw: object, base: Path) -> Ma
         return {}
     kind = TARGETS[raw["kind"]]
     left = dict(raw)
-    for key, later in kind.later.items():
-        if left.get(key) in later:
-            value = left.pop(key)
-            report.problem(("targets", index, key), f"`{value}` is not available in this version", "leave it out")
+    for key, choices in kind.choices.items():
+        if left.get(key) in choices.later:
+            hint = f"available: {', '.join(choices.now)}"
+            report.problem(("targets", index, key), f"`{left[key]}` is not available in this version", hint)
+            left[key] = choices.now[0]
     return _options(report, ("targets", index), left, TargetKeys, kind.options, base)
 
 

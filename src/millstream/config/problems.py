@@ -49,6 +49,18 @@ class StreamFileError(ConfigError):
         return type(self), (self.problems,)
 
 
+def in_order(problems: Sequence[Problem]) -> list[Problem]:
+    """By file (as they were read) and place.
+
+    Where YAML itself was wrong, or a variable is not set, that is the reason for whatever validation
+    says of the same value, which is therefore left out.
+    """
+    files = list(dict.fromkeys(problem.file for problem in problems))
+    reasons = {(problem.file, problem.line, problem.column) for problem in problems if not problem.key}
+    kept = [one for one in problems if not one.key or (one.file, one.line, one.column) not in reasons]
+    return sorted(kept, key=lambda one: (files.index(one.file), one.line or 0, one.column or 0))
+
+
 class Refusal(ValueError):
     """A value that cannot be taken, with what to do instead. Validators raise it."""
 
