@@ -16,10 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute  # `take` would import it, half a second late
 
 from millstream.model import Op, Relation
 from millstream.sources.base import CAPTURED, Block
@@ -43,6 +45,7 @@ _OP[wire.DELETE] = Op.DELETE
 _OP[wire.TRUNCATE] = Op.TRUNCATE
 _OP[wire.MESSAGE] = Op.MESSAGE
 
+_NUMPY: dict[str, type[np.generic]] = {"tx_index": np.int32, "op": np.uint8, "relation": np.int32}
 _RESUME = CAPTURED.get_field_index("resume_position")
 
 
@@ -147,7 +150,7 @@ class Assembler:
         """The registered id of each row's relation, as described by the messages before that row."""
         relation = np.zeros(len(oid), dtype=np.int32)
         done = 0
-        for described in np.flatnonzero(frames.tag == wire.RELATION):
+        for described in np.flatnonzero(frames.tag == wire.RELATION).tolist():
             upto = int(np.searchsorted(row_message, described))
             relation[done:upto] = self._lookup(oid[done:upto])
             done = upto
@@ -183,16 +186,17 @@ class Assembler:
             raise ProtocolError("a transaction has more changes than can be numbered")
         # Until its Commit arrives the end of the last transaction is unknown, and 0 stands for it.
         resume = np.append(found.resume_position, 0)[np.minimum(of, closed)]
-        columns = [
-            pa.array(index.astype(np.int32)),
-            pa.array(_OP[frames.tag[row_message]]),
-            pa.array(found.commit_position[of]),
-            pa.array(resume),
-            pa.array(found.commit_ts[of]).cast(CAPTURED.field("commit_ts").type),
-            pa.array(found.txid[of]),
-            pa.array(relation),
-            _payloads(frames, row_message),
-        ]
+        values = {
+            "tx_index": index,
+            "op": _OP[frames.tag[row_message]],
+            "commit_position": found.commit_position[of],
+            "resume_position": resume,
+            "commit_ts": found.commit_ts[of],
+            "txid": found.txid[of],
+            "relation": relation,
+        }
+        columns = [_column(name, column) for name, column in values.items()]
+        columns.append(_payloads(frames, row_message))
         return pa.RecordBatch.from_arrays(columns, schema=CAPTURED), of
 
     # -- blocks ------------------------------------------------------------------------------
@@ -203,7 +207,7 @@ class Assembler:
         wanted = found.resume_position > self._start
         last = rows.slice(0, whole)
         if not wanted.all():
-            last = last.filter(pa.array(wanted[of[:whole]]))
+            last = last.take(_integers(np.flatnonzero(wanted[of[:whole]])))
         if self._open is not None and closed:
             if wanted[0]:
                 yield from self._release(int(found.resume_position[0]), goes_on=whole > 0 and of[0] == 0)
@@ -219,7 +223,7 @@ class Assembler:
         left = self._spool.batches + len(self._parts)
         for part in chain(self._spool.drain(), self._parts):
             left -= 1
-            end = pa.array(np.full(part.num_rows, resume, dtype=np.int64))
+            end = _column("resume_position", np.full(part.num_rows, resume))
             yield Block(part.set_column(_RESUME, CAPTURED.field(_RESUME), end), goes_on or left > 0)
 
     def _advance(self, frames: Frames, found: _Transactions) -> int | None:
@@ -227,7 +231,7 @@ class Assembler:
         before = self.received
         self.received = max(self.received, *found.resume_position[-1:].tolist(), 0)
         self.keepalives = []
-        for index in np.flatnonzero(frames.tag == wire.KEEPALIVE):
+        for index in np.flatnonzero(frames.tag == wire.KEEPALIVE).tolist():
             keepalive = wire.parse_keepalive(frames.payload(index))
             self.keepalives.append(keepalive)
             if np.searchsorted(found.first_message, index) == np.searchsorted(found.last_message, index):
@@ -258,7 +262,7 @@ def _messages_outside(frames: Frames) -> tuple[npt.NDArray[np.bool_], npt.NDArra
     if alone.any():
         at = np.flatnonzero(alone)
         alone[at] = frames.octets[frames.at[at] + 1] & 1 == 0
-        for index in np.flatnonzero(alone):
+        for index in np.flatnonzero(alone).tolist():
             heartbeat[index] = frames.is_heartbeat(index)
     return alone, heartbeat
 
@@ -286,7 +290,7 @@ def _row_messages(frames: Frames, is_row: npt.NDArray[np.bool_]) -> tuple[Ints, 
     truncates = np.flatnonzero(tag == wire.TRUNCATE)
     if not len(truncates):
         return messages, oid
-    emptied = [wire.parse_truncate(frames.payload(messages[at])) for at in truncates]
+    emptied = [wire.parse_truncate(frames.payload(at)) for at in messages[truncates].tolist()]
     count = np.ones(len(messages), dtype=np.int64)
     count[truncates] = [len(oids) for oids in emptied]
     oid = np.repeat(oid, count)
@@ -297,7 +301,7 @@ def _row_messages(frames: Frames, is_row: npt.NDArray[np.bool_]) -> tuple[Ints, 
 def _payloads(frames: Frames, row_message: Ints) -> pa.LargeBinaryArray:
     """The messages of the rows, gathered in C++ from an array that covers rows and gaps in turn."""
     if not len(row_message):
-        return pa.array([], pa.large_binary())
+        return pa.nulls(0, pa.large_binary())
     fresh = np.append(True, np.diff(row_message) > 0)
     distinct = row_message[fresh]
     offsets = np.empty(2 * len(distinct), dtype=np.int64)
@@ -306,4 +310,15 @@ def _payloads(frames: Frames, row_message: Ints) -> pa.LargeBinaryArray:
     turns = pa.LargeBinaryArray.from_buffers(
         pa.large_binary(), len(offsets) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(frames.raw)]
     )
-    return turns.take(pa.array(2 * (np.cumsum(fresh) - 1)))
+    return turns.take(_integers(2 * (np.cumsum(fresh) - 1)))
+
+
+def _column(name: str, values: npt.NDArray[Any]) -> pa.Array:
+    """A column of CAPTURED over numpy's memory. (`pa.array` would do, but it imports pandas.)"""
+    kind = CAPTURED.field(name).type
+    held = np.ascontiguousarray(values, dtype=_NUMPY.get(name, np.int64))
+    return pa.Array.from_buffers(kind, len(held), [None, pa.py_buffer(held)])
+
+
+def _integers(values: Ints) -> pa.Int64Array:
+    return pa.Array.from_buffers(pa.int64(), len(values), [None, pa.py_buffer(values)])

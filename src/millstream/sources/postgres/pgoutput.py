@@ -106,7 +106,7 @@ class Frames:
         return self.raw.startswith(_HEARTBEAT, int(self.at[index]) + _MESSAGE_PREFIX_AT)
 
 
-def frame(messages: Sequence[bytes], sizes: Sequence[int]) -> Frames:
+def frame(messages: Sequence[bytes | memoryview], sizes: Sequence[int]) -> Frames:
     """Join CopyData messages and find what each of them is. Raises ProtocolError for an unknown kind."""
     raw = b"".join(messages)
     end = np.cumsum(np.array(sizes, dtype=np.int64))

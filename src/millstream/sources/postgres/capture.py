@@ -1,0 +1,231 @@
+"""One replication connection: reads the log, answers the server, acknowledges.
+
+Everything happens on the caller's thread. The inner loop does nothing per message but take it
+from libpq; a run of messages ends when it is large, or some milliseconds old.
+
+Status updates go out at most ten times a second and at least every status interval. They say
+what was received, and separately what need not be sent again: only ever what the caller has
+acknowledged, never less than before.
+
+A server that shuts down waits until its log is acknowledged, asking again and again. A target
+that stands still would hold it up for ever, so when the questions come fast it is probed, and if
+it takes no new connections, ours is given up.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import psycopg
+from psycopg import pq
+from psycopg.conninfo import make_conninfo
+from psycopg.pq.abc import PGconn
+
+from millstream.errors import SourceHalted, SourceUnavailable
+from millstream.failpoint import failpoint
+from millstream.sources.base import Block
+from millstream.sources.postgres.assemble import Assembler
+from millstream.sources.postgres.connection import translate
+from millstream.sources.postgres.lsn import format_lsn
+from millstream.sources.postgres.pgoutput import Keepalive, ProtocolError, frame, status_update
+
+RUN_BYTES = 2 << 20
+"""A run of messages is handed on at this size,"""
+RUN_SECONDS = 0.01
+"""or this long after its first message,"""
+IDLE_SECONDS = 0.1
+"""and without any message this often."""
+REPLY_SECONDS = 0.1
+"""The shortest time between two status updates."""
+PROBE_SECONDS = 1.0
+"""Two questions within this time make us look whether the server shuts down; no more often than this."""
+
+_BURST = 256
+"""Messages taken between two looks at the clock."""
+
+
+@dataclass
+class _Shutdown:
+    """Notices a server that waits for our acknowledgement to shut down."""
+
+    asked_at: float = float("-inf")
+    asked_end: int = -1
+    probed_at: float = float("-inf")
+
+    def suspected(self, keepalive: Keepalive, now: float) -> bool:
+        again = keepalive.wal_end == self.asked_end and now - self.asked_at < PROBE_SECONDS
+        self.asked_at, self.asked_end = now, keepalive.wal_end
+        if not again or now - self.probed_at < PROBE_SECONDS:
+            return False
+        self.probed_at = now
+        return True
+
+
+class Replication:
+    """A started stream of the log. Owns the connection from the constructor on."""
+
+    def __init__(self, connection: PGconn, assembler: Assembler, *, status_seconds: float) -> None:
+        self._connection = connection
+        self._assembler = assembler
+        self._status_seconds = status_seconds
+        self._acked = 0
+        self._sent_ack = 0
+        self._sent_at = float("-inf")
+        self._reply_due = False
+        self._unsent = False
+        self._shutdown = _Shutdown()
+        self._poll = select.poll()
+
+    def start(self, slot: str, position: int, options: Mapping[str, str]) -> None:
+        """Begin to stream. The caller has made sure that going on from `position` is exact."""
+        chosen = ", ".join(f"{name} {_literal(value)}" for name, value in options.items())
+        statement = f'START_REPLICATION SLOT "{slot}" LOGICAL {format_lsn(position)} ({chosen})'
+        result = self._connection.exec_(statement.encode())
+        if result.status != pq.ExecStatus.COPY_BOTH:
+            raise self._error(result, "starting replication")
+        self._connection.nonblocking = 1
+        self._poll.register(self._connection.socket, select.POLLIN)
+        failpoint("capture.replication_started")
+
+    def acknowledge(self, position: int) -> None:
+        """Let the server forget what is at or before `position`; it is told with the next update."""
+        self._acked = max(self._acked, position)
+
+    @property
+    def acknowledged(self) -> int:
+        """What the server was last told that it may forget."""
+        return self._sent_ack
+
+    def blocks(self) -> Iterator[Block]:
+        """Blocks for ever, at least every 100 ms. Raises SourceUnavailable when the stream ends."""
+        try:
+            while True:
+                messages, sizes = self._read()
+                if not messages:
+                    yield Block()
+                else:
+                    for block in self._assembler.feed(frame(messages, sizes)):
+                        yield block
+                        self.tell()
+                    self._answer(self._assembler.keepalives)
+                self.tell()
+        except ProtocolError as broken:
+            raise SourceHalted(str(broken), hint="the server speaks another protocol than it agreed to") from broken
+        finally:
+            self._assembler.discard()
+
+    def tell(self, *, now: bool = False) -> None:
+        """Send a status update if one is due, or at once."""
+        clock = time.monotonic()
+        waited = clock - self._sent_at
+        wanted = self._reply_due or self._acked > self._sent_ack
+        if not (now or (wanted and waited >= REPLY_SECONDS) or waited >= self._status_seconds):
+            if self._unsent:
+                self._flush()
+            return
+        update = status_update(
+            written=max(self._assembler.received, self._acked), flushed=self._acked, unix_us=time.time_ns() // 1000
+        )
+        try:
+            self._connection.put_copy_data(update)
+        except psycopg.Error as lost:
+            raise self._lost(lost) from None
+        self._flush()
+        acknowledged, self._sent_ack = self._acked > self._sent_ack, self._acked
+        self._sent_at, self._reply_due = clock, False
+        if acknowledged:
+            failpoint("capture.acked")
+
+    def close(self) -> None:
+        """Let go of the connection. Idempotent; what was not told is not acknowledged."""
+        self._connection.finish()
+
+    # -- reading -----------------------------------------------------------------------------
+
+    def _read(self) -> tuple[list[memoryview], list[int]]:
+        """The next run of messages; an empty one when none came in time."""
+        messages: list[memoryview] = []
+        sizes: list[int] = []
+        take, keep, measure = self._connection.get_copy_data, messages.append, sizes.append
+        until = time.monotonic() + IDLE_SECONDS
+        total = 0
+        while total < RUN_BYTES:
+            before, size = len(messages), 0
+            try:
+                for _ in range(_BURST):
+                    size, message = take(1)
+                    if size <= 0:
+                        break
+                    keep(message)
+                    measure(size)
+                    total += size
+            except psycopg.Error as lost:
+                raise self._lost(lost) from None
+            if size < 0:
+                raise self._ended()
+            now = time.monotonic()
+            if before == 0 and messages:
+                until = now + RUN_SECONDS
+            if now >= until:
+                break
+            if size == 0 and not self._await(until - now):
+                break
+        return messages, sizes
+
+    def _await(self, seconds: float) -> bool:
+        """Wait for more input, and take it in; False when none came."""
+        try:
+            if not self._poll.poll(seconds * 1000):
+                return False
+            self._connection.consume_input()
+        except psycopg.Error as lost:
+            raise self._lost(lost) from None
+        return True
+
+    # -- answering ---------------------------------------------------------------------------
+
+    def _answer(self, keepalives: list[Keepalive]) -> None:
+        for keepalive in keepalives:
+            if keepalive.reply:
+                self._reply_due = True
+                if self._shutdown.suspected(keepalive, time.monotonic()) and not self._takes_connections():
+                    raise SourceUnavailable("the server shuts down; the replication connection was given up for it")
+
+    def _takes_connections(self) -> bool:
+        connection = self._connection
+        address = {"host": connection.host, "hostaddr": connection.hostaddr, "port": connection.port}
+        known = {name: value.decode() for name, value in address.items() if value}
+        return pq.PGconn.ping(make_conninfo("", connect_timeout=2, **known).encode()) == pq.Ping.OK
+
+    def _flush(self) -> None:
+        try:
+            self._unsent = self._connection.flush() != 0
+        except psycopg.Error as lost:
+            raise self._lost(lost) from None
+
+    # -- ends --------------------------------------------------------------------------------
+
+    def _ended(self) -> Exception:
+        """Why the server ended the stream."""
+        result = self._connection.get_result()
+        if result is None or result.status == pq.ExecStatus.COMMAND_OK:
+            return SourceUnavailable("the server ended the replication stream")
+        return self._error(result, "reading the log")
+
+    def _error(self, result: pq.abc.PGresult, doing: str) -> Exception:
+        message = result.error_field(pq.DiagnosticField.MESSAGE_PRIMARY)
+        if message is None:
+            return SourceUnavailable(f"{doing}: the replication connection was lost")
+        state = result.error_field(pq.DiagnosticField.SQLSTATE)
+        return translate(state.decode() if state else None, message.decode("utf-8", "replace"), doing)
+
+    def _lost(self, lost: psycopg.Error) -> SourceUnavailable:
+        # libpq's message quotes the server's, which is read from the result where there is one.
+        return SourceUnavailable(f"the replication connection was lost ({type(lost).__name__})")
+
+
+def _literal(value: str) -> str:
+    return "'" + value.replace("'", "''") + "'"
