@@ -86,17 +86,22 @@ def server_environment() -> dict[str, str]:
     return {"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C", "TZ": "UTC", "HOME": "/"}
 
 
-def find_binaries(version: int, account: Account) -> Path:
-    """The `bin` directory of this major version, runnable by the account. Raises DependencyError."""
+def bundled(version: int) -> Path:
+    """The `bin` directory of this major version as the wheel has it. Raises DependencyError."""
     site = _site_packages()
     folder = FOLDERS.get(version)
     if folder is None or not (site / PACKAGE / folder / "bin" / "postgres").is_file():
         known = ", ".join(str(number) for number in sorted(FOLDERS))
         raise DependencyError(f"there is no embedded Postgres {version}; known versions: {known}", hint=INSTALL_HINT)
-    in_place = site / PACKAGE / folder / "bin"
+    return site / PACKAGE / folder / "bin"
+
+
+def find_binaries(version: int, account: Account) -> Path:
+    """The `bin` directory of this major version, runnable by the account. Raises DependencyError."""
+    in_place = bundled(version)
     if not account.switched or account.can_run(str(in_place / "postgres"), "--version"):
         return in_place
-    copied = _cached_copy(site, folder) / PACKAGE / folder / "bin"
+    copied = _cached_copy(in_place.parents[2], in_place.parent.name) / in_place.relative_to(in_place.parents[2])
     if not account.can_run(str(copied / "postgres"), "--version"):
         raise EmbeddedError(
             f"{account.name} cannot run {copied / 'postgres'}",

@@ -1,0 +1,44 @@
+# Everything a newcomer needs. Each target does the whole set-up first; when nothing has changed
+# since the last time, that takes less than a second.
+
+VENV ?= .venv
+PYTHON_IN_VENV := "$(VENV)/bin/python"
+
+# The sources of this working tree win over whatever tree the environment was made from, so that
+# several worktrees can share one: make VENV=/path/to/venv test
+export PYTHONPATH := $(CURDIR)/src
+export VENV
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test bench lint format chaos clean
+
+help: ## Show this list
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
+
+setup: ## Make the virtual environment and find (or install) Java
+	@scripts/setup
+
+demo: setup ## Replicate a live shop, crash in the middle, prove that all is equal
+	@$(PYTHON_IN_VENV) -m millstream demo
+
+test: setup ## Run all tests
+	@$(PYTHON_IN_VENV) -m pytest
+
+bench: setup ## Measure speed and latency on this machine
+	@$(PYTHON_IN_VENV) -m millstream bench
+
+lint: setup ## Check style, format and types
+	@$(PYTHON_IN_VENV) -m ruff check
+	@$(PYTHON_IN_VENV) -m ruff format --check
+	@$(PYTHON_IN_VENV) -m mypy
+
+format: setup ## Put the code into its form
+	@$(PYTHON_IN_VENV) -m ruff check --fix
+	@$(PYTHON_IN_VENV) -m ruff format
+
+chaos: setup ## Kill processes at random, 30 rounds
+	@MILLSTREAM_CHAOS_ROUNDS=30 $(PYTHON_IN_VENV) -m pytest -s tests/chaos
+
+clean: ## Remove what set-up, tests and runs have left in this directory
+	rm -rf .venv .venv.lock .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

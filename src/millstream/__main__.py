@@ -1,0 +1,5 @@
+"""`python -m millstream` is the command `millstream`."""
+
+from millstream.cli import main
+
+main()
