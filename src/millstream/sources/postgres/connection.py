@@ -15,14 +15,15 @@ when it cannot, ConfigError for a URI that is none. None of them contains a pass
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+import select
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import psycopg
 from psycopg import pq
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from psycopg.pq.abc import PGconn
+from psycopg.pq.abc import PGconn, PGresult
 
 from millstream.errors import ConfigError, SourceError, SourceHalted, SourceUnavailable
 from millstream.model import SourceSpec
@@ -123,9 +124,15 @@ def connect_replication(spec: SourceSpec, options: PostgresOptions, *, applicati
     return connection
 
 
-def command(connection: PGconn, statement: str) -> list[tuple[str | None, ...]]:
-    """Run one statement or replication command to its end and return its rows as text."""
-    result = connection.exec_(statement.encode())
+def command(
+    connection: PGconn, statement: str, on_wait: Callable[[], None] | None = None
+) -> list[tuple[str | None, ...]]:
+    """Run one statement or replication command to its end and return its rows as text.
+
+    `on_wait` is called once a second while there is no answer; it may raise to give up, and the
+    connection must be closed then.
+    """
+    result = _execute(connection, statement, on_wait)
     if result.status in (pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK):
         return [
             tuple(_text(result.get_value(row, column)) for column in range(result.nfields))
@@ -133,10 +140,29 @@ def command(connection: PGconn, statement: str) -> list[tuple[str | None, ...]]:
         ]
     verb = " ".join(statement.split()[:2])
     state = _text(result.error_field(pq.DiagnosticField.SQLSTATE))
-    if state is None:
-        raise SourceUnavailable(f"the replication connection was lost during {verb}")
     message = _text(result.error_field(pq.DiagnosticField.MESSAGE_PRIMARY)) or "unknown error"
     raise translate(state, message, verb)
+
+
+def _execute(connection: PGconn, statement: str, on_wait: Callable[[], None] | None) -> PGresult:
+    """The last result of the statement. Waits in Python and not in libpq, so that signals are heard."""
+    last: PGresult | None = None
+    try:
+        connection.send_query(statement.encode())
+        while True:
+            while connection.is_busy():
+                if not select.select([connection.socket], [], [], 1.0)[0] and on_wait is not None:
+                    on_wait()
+                connection.consume_input()
+            result = connection.get_result()
+            if result is None:
+                break
+            last = result
+    except psycopg.OperationalError:
+        last = None
+    if last is None:
+        raise SourceUnavailable("the connection to the source was lost")
+    return last
 
 
 def session_settings(connection: PGconn) -> dict[str, str]:

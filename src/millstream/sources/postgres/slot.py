@@ -1,0 +1,187 @@
+"""The replication slot: made once, after the publications, and looked at ever after.
+
+lock_source(conn, options.slot)                               one capture per source
+ensure_slot(conn, replication, options, ...) -> SlotStart     first start, no journal yet
+slot_info(conn, options.slot)                -> SlotInfo | None
+drop_slot(conn, options.slot)                -> bool
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from psycopg.pq.abc import PGconn
+
+from millstream.errors import SourceHalted, SourceUnavailable
+from millstream.failpoint import failpoint
+from millstream.model import Json
+from millstream.sources.postgres.connection import Connection, command, translated
+from millstream.sources.postgres.lsn import parse_lsn
+from millstream.sources.postgres.options import PostgresOptions
+
+PLUGIN = "pgoutput"
+
+
+@dataclass(frozen=True)
+class SlotInfo:
+    """A slot as the server shows it now. Positions are integers, sizes are bytes."""
+
+    name: str
+    plugin: str | None
+    database: str | None
+    temporary: bool
+    active_pid: int | None
+    wal_status: str | None
+    """reserved, extended, unreserved (about to be lost), lost."""
+    safe_wal_size: int | None
+    """What may still be written before the slot can be lost; None without max_slot_wal_keep_size."""
+    invalidation: str | None
+    restart_lsn: int | None
+    confirmed_flush: int | None
+    retained_bytes: int | None
+    catalog_xmin_age: int | None
+    spill_bytes: int | None
+    spill_transactions: int | None
+
+    def to_json(self) -> Json:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class SlotStart:
+    """Where a new journal begins: every transaction that commits after `consistent_point` is sent."""
+
+    consistent_point: int
+    created: bool
+    """False when a slot that was there already was adopted."""
+
+
+def lock_source(conn: Connection, slot: str) -> None:
+    """Make sure that this is the only capture of the source, for as long as `conn` lives.
+
+    Raises SourceUnavailable, since the holder may be our own predecessor on its way out.
+    """
+    key = int.from_bytes(hashlib.sha256(f"millstream slot {slot}".encode()).digest()[:8], "big", signed=True)
+    with translated("locking the source"):
+        row = conn.execute("SELECT pg_try_advisory_lock(%s)", (key,)).fetchone()
+        if row == (True,):
+            return
+        holder = conn.execute(
+            "SELECT a.pid, coalesce(host(a.client_addr), 'a local socket') FROM pg_locks l "
+            "JOIN pg_stat_activity a USING (pid) WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1 "
+            "AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database()) "
+            "AND l.classid::int8 = %s AND l.objid::int8 = %s",
+            (key >> 32 & 0xFFFFFFFF, key & 0xFFFFFFFF),
+        ).fetchone()
+    by = f" (server process {holder[0]}, from {holder[1]})" if holder else ""
+    raise SourceUnavailable(
+        f"another capture holds slot {slot}{by}",
+        hint="stop the other Millstream, or give this source a `slot` of its own",
+    )
+
+
+def slot_info(conn: Connection, slot: str) -> SlotInfo | None:
+    """The slot of this name, of whatever database and plugin; None when there is none."""
+    version = conn.info.server_version
+    if version >= 170000:
+        invalidation = "s.invalidation_reason"
+    elif version >= 160000:
+        invalidation = "CASE WHEN s.conflicting THEN 'conflict with recovery' END"
+    else:
+        invalidation = "NULL"
+    query = f"""
+        SELECT s.slot_name, s.plugin, s.database, s.temporary, s.active_pid, s.wal_status, s.safe_wal_size,
+            {invalidation}, (s.restart_lsn - '0/0')::int8, (s.confirmed_flush_lsn - '0/0')::int8,
+            CASE WHEN NOT pg_is_in_recovery() THEN (pg_current_wal_lsn() - s.restart_lsn)::int8 END,
+            age(s.catalog_xmin), t.spill_bytes, t.spill_txns
+        FROM pg_replication_slots s LEFT JOIN pg_stat_replication_slots t USING (slot_name)
+        WHERE s.slot_name = %s"""
+    with translated(f"looking at slot {slot}"):
+        row = conn.execute(query.encode(), (slot,)).fetchone()
+    return None if row is None else SlotInfo(*row)
+
+
+def slot_problem(info: SlotInfo, database: str) -> str | None:
+    """Why nobody can go on from this slot; None when one can."""
+    if info.plugin != PLUGIN:
+        return f"slot {info.name} belongs to the plugin {info.plugin}, not to {PLUGIN}"
+    if info.database != database:
+        return f"slot {info.name} belongs to the database {info.database}, not to {database}"
+    if info.temporary:
+        return f"slot {info.name} is temporary"
+    if info.wal_status == "lost":
+        return f"slot {info.name} has lost log that we need ({info.invalidation or 'max_slot_wal_keep_size'})"
+    if info.invalidation is not None:
+        return f"slot {info.name} was invalidated ({info.invalidation})"
+    if info.confirmed_flush is None:
+        return f"slot {info.name} was never finished"
+    return None
+
+
+def ensure_slot(
+    conn: Connection,
+    replication: PGconn,
+    options: PostgresOptions,
+    *,
+    publications_created: bool,
+    on_wait: Callable[[str], None] | None = None,
+) -> SlotStart:
+    """The slot for a source that has no journal yet. Call after `sync_publications` has committed.
+
+    A slot of our name that is sound is adopted where it stands: a start that was killed after making
+    it finds it again, and a journal that is made anew misses nothing that the slot still holds.
+    Creating waits for every transaction that is open on the server; `on_wait` then hears, every few
+    seconds, for which, and may raise to give up.
+    """
+    info = slot_info(conn, options.slot)
+    if info is None:
+        return SlotStart(_create(conn, replication, options, on_wait), created=True)
+    problem = slot_problem(info, conn.info.dbname)
+    if problem is None and publications_created:
+        problem = f"slot {options.slot} is older than the publications, so it cannot be read through them"
+    if problem is not None:
+        raise SourceHalted(problem, hint=f"drop it to start anew: SELECT pg_drop_replication_slot('{options.slot}')")
+    assert info.confirmed_flush is not None  # noqa: S101 - slot_problem has looked
+    return SlotStart(info.confirmed_flush, created=False)
+
+
+def drop_slot(conn: Connection, slot: str) -> bool:
+    """Drop the slot if it exists. Raises SourceUnavailable while somebody reads from it."""
+    with translated(f"dropping slot {slot}"):
+        done = conn.execute(
+            "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE slot_name = %s", (slot,)
+        )
+        return done.rowcount > 0
+
+
+def _create(
+    conn: Connection, replication: PGconn, options: PostgresOptions, on_wait: Callable[[str], None] | None
+) -> int:
+    if conn.info.server_version < 150000:
+        how = "NOEXPORT_SNAPSHOT"
+    else:
+        how = "(SNAPSHOT 'nothing', FAILOVER true)" if options.failover else "(SNAPSHOT 'nothing')"
+    seconds = 0
+
+    def tell() -> None:
+        nonlocal seconds
+        seconds += 1
+        if on_wait is not None and seconds % 3 == 0:
+            on_wait(f"slot {options.slot} waits for open transactions: {_open_transactions(conn)}")
+
+    statement = f'CREATE_REPLICATION_SLOT "{options.slot}" LOGICAL {PLUGIN} {how}'
+    ((_, point, *_),) = command(replication, statement, tell)
+    failpoint("capture.slot_created")
+    return parse_lsn(point or "")
+
+
+def _open_transactions(conn: Connection) -> str:
+    with translated("looking for open transactions"):
+        rows = conn.execute(
+            "SELECT pid, coalesce(nullif(application_name, ''), 'unnamed'), "
+            "extract(epoch FROM now() - xact_start)::int FROM pg_stat_activity "
+            "WHERE backend_xid IS NOT NULL AND pid <> pg_backend_pid() ORDER BY xact_start LIMIT 5"
+        ).fetchall()
+    return ", ".join(f"process {pid} ({name}, {seconds} s)" for pid, name, seconds in rows) or "prepared or ending ones"
