@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -22,6 +23,8 @@ class SourceKind:
     """A kind of source that this version has."""
 
     options: str
+    patterns: str
+    """The function that reads table patterns; it raises ConfigError for what is none."""
     schemes: tuple[str, ...]
 
 
@@ -43,7 +46,11 @@ class TargetKind:
 
 
 SOURCES = {
-    "postgres": SourceKind("millstream.sources.postgres.options:PostgresOptions", ("postgresql", "postgres")),
+    "postgres": SourceKind(
+        options="millstream.sources.postgres.options:PostgresOptions",
+        patterns="millstream.sources.postgres.patterns:parse_patterns",
+        schemes=("postgresql", "postgres"),
+    ),
 }
 SOURCES_LATER = ("mysql", "mariadb", "sqlite", "kafka", "nats", "kinesis", "archive", "fanout", "base", "mongodb")
 
@@ -62,6 +69,15 @@ TARGETS_LATER = (
 
 def options_model(place: str) -> type[BaseModel]:
     """The pydantic model at `module:Class`."""
-    module, _, name = place.partition(":")
-    model: type[BaseModel] = getattr(import_module(module), name)
+    model: type[BaseModel] = _named(place)
     return model
+
+
+def check_pattern(kind: SourceKind, pattern: str) -> None:
+    """Raise ConfigError if `pattern` is no pattern of tables to this kind of source."""
+    _named(kind.patterns)([pattern])
+
+
+def _named(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)

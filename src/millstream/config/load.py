@@ -17,10 +17,11 @@ from urllib.parse import parse_qsl, urlsplit
 from pydantic import BaseModel
 
 from millstream.config.document import read_document
-from millstream.config.kinds import SOURCES, TARGETS, options_model
+from millstream.config.kinds import SOURCES, TARGETS, check_pattern, options_model
 from millstream.config.problems import Problem, StreamFileError, in_order
 from millstream.config.report import Reporter
 from millstream.config.schema import SourceKeys, StreamKeys, TargetKeys
+from millstream.errors import ConfigError
 from millstream.model import BatchLimits, SourceSpec, StreamSpec, TargetSpec
 
 
@@ -109,6 +110,7 @@ def _stream(report: Reporter, base: Path) -> StreamSpec | None:
     raw_targets = raw["targets"] if isinstance(raw.get("targets"), list) else []
     targets = [_target_options(report, index, target, base) for index, target in enumerate(raw_targets)]
     _check_uri(report, raw.get("source"))
+    _check_tables(report, raw.get("source"))
     _check_target_names(report, raw_targets)
     _check_commit(report, raw.get("commit", "all"), raw_targets)
     if keys is None or len(report.problems) > count:
@@ -208,6 +210,17 @@ def _check_uri(report: Reporter, raw: object) -> None:
         report.problem(at, "a password stands in the URI and `auth_ref` names another", "keep `auth_ref` only")
     elif has_password:
         report.warning(at, "a password stands in the URI", "take it out and name where it is: auth_ref: env:NAME")
+
+
+def _check_tables(report: Reporter, raw: object) -> None:
+    if not isinstance(raw, dict) or not isinstance(raw.get("tables"), list) or raw.get("kind") not in SOURCES:
+        return
+    for index, pattern in enumerate(raw["tables"]):
+        if isinstance(pattern, str):
+            try:
+                check_pattern(SOURCES[raw["kind"]], pattern)
+            except ConfigError as wrong:
+                report.problem(("source", "tables", index), wrong.message, wrong.hint)
 
 
 def _check_target_names(report: Reporter, raw: Sequence[object]) -> None:

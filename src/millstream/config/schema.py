@@ -61,12 +61,6 @@ def _tables(value: object) -> object:
     return value
 
 
-def _table(value: object) -> str:
-    if not isinstance(value, str) or not all(value.partition(".")):
-        raise Refusal("a table is schema.table", "patterns may use `*`, as in public.* or public.item_*")
-    return value
-
-
 def _commit(value: object) -> str:
     if value in ("all", "required"):
         return str(value)
@@ -115,7 +109,7 @@ class SourceKeys(_KeysAndOptions):
     kind: Annotated[str, BeforeValidator(_one_of(SOURCES, SOURCES_LATER))]
     uri: str
     auth_ref: Annotated[str, BeforeValidator(_auth_ref)] | None = None
-    tables: Annotated[list[Annotated[str, BeforeValidator(_table)]], BeforeValidator(_tables)]
+    tables: Annotated[list[str], BeforeValidator(_tables)]
     ack: Annotated[AckPolicy, BeforeValidator(_one_of(AckPolicy))] = AckPolicy.DELIVERED
     max_source_wal: Size = 4 << 30
     on_limit: Annotated[OnLimit, BeforeValidator(_one_of(OnLimit))] = OnLimit.RELEASE

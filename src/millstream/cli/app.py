@@ -1,0 +1,69 @@
+"""The commands, and the one place where an error becomes what a user sees.
+
+Nothing heavy is imported here: each command imports what it needs when it runs, so that
+`millstream --help` answers at once.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from millstream.cli.bench import bench
+from millstream.cli.check import check
+from millstream.cli.demo import demo
+from millstream.cli.doctor import doctor
+from millstream.cli.journal import journal
+from millstream.cli.output import report_error
+from millstream.cli.run import run
+from millstream.cli.status import status
+from millstream.errors import ConfigError, MillstreamError
+
+
+class _Commands(TyperGroup):
+    """Every error Millstream raises on purpose ends here: a line, a hint, an exit code, no traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MillstreamError as error:
+            if ctx.params.get("debug"):
+                raise
+            report_error(error)
+            raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="Replicate databases: every committed change, in order, nothing lost.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Replicate databases: every committed change, in order, nothing lost."""
+
+
+def version() -> None:
+    """Print the version."""
+    from millstream import __version__
+
+    typer.echo(f"millstream {__version__}")
+
+
+app.command()(demo)
+app.command()(run)
+app.command()(check)
+app.command()(status)
+app.add_typer(journal, name="journal")
+app.command()(doctor)
+app.command()(bench)
+app.command()(version)

@@ -1,0 +1,101 @@
+"""`millstream check`: is a stream file right, and is its database fit for it?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from millstream.cli.output import Json, console, print_json, report_warning
+
+if TYPE_CHECKING:
+    from millstream.config.problems import Problem
+    from millstream.model import SourceSpec, StreamSpec
+    from millstream.sources.base import Finding
+
+
+def check(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Stream files.", show_default=False)],
+    connect: Annotated[bool, typer.Option("--connect", help="Look at the databases too; changes nothing.")] = False,
+    json: Json = False,
+) -> None:
+    """Check stream files: every problem at once, with its line. Exit 2 when there is one."""
+    from millstream.config import StreamFileError, load_streams
+    from millstream.sources.base import Severity
+
+    warnings: list[Problem] = []
+    try:
+        streams = load_streams(files, on_warning=warnings.append)
+    except StreamFileError as error:
+        if json:
+            print_json({"ok": False, "problems": [problem.to_json() for problem in error.problems]})
+            raise typer.Exit(2) from None
+        raise
+    sources = {stream.source.name: stream.source for stream in streams}
+    findings = {name: _preflight(source) for name, source in sources.items()} if connect else {}
+    ok = not any(one.severity is Severity.ERROR for found in findings.values() for one in found)
+    if json:
+        _print_json(streams, warnings, findings, ok)
+    else:
+        _print(streams, warnings, findings)
+    raise typer.Exit(0 if ok else 1)
+
+
+def _preflight(source: SourceSpec) -> list[Finding]:
+    from millstream.sources import open_source
+
+    opened = open_source(source)
+    try:
+        return opened.preflight()
+    finally:
+        opened.close()
+
+
+def _print_json(
+    streams: list[StreamSpec], warnings: list[Problem], findings: dict[str, list[Finding]], ok: bool
+) -> None:
+    from millstream.config.definition import definition
+
+    print_json(
+        {
+            "ok": ok,
+            "streams": [definition(stream) for stream in streams],
+            "warnings": [warning.to_json() for warning in warnings],
+            "findings": {name: [one.to_json() for one in found] for name, found in findings.items()},
+        }
+    )
+
+
+def _print(streams: list[StreamSpec], warnings: list[Problem], findings: dict[str, list[Finding]]) -> None:
+    out = console()
+    for warning in warnings:
+        report_warning(warning)
+    for stream in streams:
+        targets = ", ".join(f"{target.name} ({target.kind})" for target in stream.targets)
+        tables = ", ".join(stream.source.tables)
+        out.print(f"{stream.name}: {stream.source.kind} {tables} -> {targets}: the file is right")
+    for name, found in findings.items():
+        _print_findings(name, found)
+
+
+def _print_findings(source: str, found: list[Finding]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from millstream.sources.base import Severity
+
+    styles = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.ERROR: "red"}
+    order = list(styles)
+    table = Table(title=f"Source {source}", title_justify="left")
+    for name in ("", "check", "finding"):
+        table.add_column(name)
+    for one in sorted(found, key=lambda one: -order.index(one.severity)):
+        where = f"{one.check}\n{one.table}" if one.table else one.check
+        table.add_row(Text(one.severity.value, styles[one.severity]), Text(where), Text(one.message))
+    out = console()
+    out.print(table)
+    for one in found:
+        if one.fix and one.severity is not Severity.OK:
+            # Outside the table, so that it can be copied as it is.
+            out.print(f"{one.check}{f' ({one.table})' if one.table else ''}: {one.fix}")

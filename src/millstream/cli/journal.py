@@ -1,0 +1,139 @@
+"""`millstream journal`: look into the journals of a home."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from millstream.cli.output import Home, Json, console, print_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from millstream.journal import JournalReader
+
+journal = typer.Typer(
+    help="Look into the journals of a home.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Source = Annotated[str, typer.Argument(metavar="NAME", help="Name of the source.", show_default=False)]
+
+
+@journal.command()
+def ls(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="List the segments of this journal.")] = None,
+    home: Home = None,
+    json: Json = False,
+) -> None:
+    """List the journals, or the segments of one."""
+    from millstream.cli import journal_list
+
+    if name is None:
+        journals = [journal_list.summary(path) for path in _journals(home)]
+        print_json(journals) if json else journal_list.print_journals(journals)
+        return
+    segments = journal_list.segments(_journal(home, name))
+    print_json(segments) if json else journal_list.print_segments(segments)
+
+
+@journal.command()
+def cat(
+    name: Source,
+    table: Annotated[list[str] | None, typer.Option("--table", help="Only this table; may be repeated.")] = None,
+    start: Annotated[str | None, typer.Option("--from", help="Seq, position or time to begin at.")] = None,
+    end: Annotated[str | None, typer.Option("--to", help="Seq to end with, or position or time to end before.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most so many changes.")] = None,
+    home: Home = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+) -> None:
+    """Print changes in their order, with their values."""
+    from millstream.cli.journal_cat import changes, in_words
+
+    reader = _reader(_journal(home, name))
+    shown = changes(reader, tables=frozenset(table or ()), start=start, end=end, limit=limit)
+    for change in shown:
+        typer.echo(json_module.dumps(change, ensure_ascii=False, default=str) if json else in_words(change))
+
+
+@journal.command()
+def verify(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Only this journal; else all.")] = None,
+    home: Home = None,
+    json: Json = False,
+) -> None:
+    """Read every byte and compare it with what was written. Exit 1 when something is wrong."""
+    from millstream.journal import verify as verify_journal
+
+    paths = _journals(home) if name is None else [_journal(home, name)]
+    found: dict[str, list[str]] = {}
+    for path in _with_progress(paths):
+        found[path.name] = [str(problem) for problem in verify_journal(path)]
+    if json:
+        print_json({"ok": not any(found.values()), "problems": found})
+    else:
+        out = console()
+        for source, problems in found.items():
+            out.print(f"{source}: {'whole' if not problems else f'{len(problems)} problems'}")
+            for problem in problems:
+                out.print(f"  {problem}", style="red")
+    raise typer.Exit(1 if any(found.values()) else 0)
+
+
+@journal.command()
+def rebase(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the stream.", show_default=False)],
+    confirm: Annotated[bool, typer.Option("--confirm", help="Do it; else only say what would be done.")] = False,
+    home: Home = None,
+    json: Json = False,
+) -> None:
+    """Go on after a journal was lost, with a new one above every seq that was ever delivered."""
+    from millstream.engine.home import Home as HomeDirectory
+    from millstream.engine.rebase import rebase as rebase_stream
+
+    plan = rebase_stream(HomeDirectory.locate(home), name, confirm)
+    if json:
+        print_json(plan)
+        return
+    out = console()
+    for key, value in plan.items():
+        out.print(f"{key}: {value}")
+    if not confirm:
+        out.print("Nothing was done. Say it again with --confirm.")
+
+
+def _journals(home: str | None) -> list[Path]:
+    """The directories of all journals, in order of their names."""
+    from millstream.engine.home import Home as HomeDirectory
+
+    directory = HomeDirectory.locate(home).journals_path
+    return sorted(path.parent for path in directory.glob("*/journal.json")) if directory.is_dir() else []
+
+
+def _journal(home: str | None, name: str) -> Path:
+    from millstream.errors import JournalError
+
+    paths = {path.name: path for path in _journals(home)}
+    if name not in paths:
+        known = f"there are {', '.join(paths)}" if paths else "there is none yet"
+        raise JournalError(f"no journal is called {name}: {known}", hint="check the name and --home")
+    return paths[name]
+
+
+def _reader(path: Path) -> JournalReader:
+    from millstream.journal import JournalReader
+
+    return JournalReader([str(path)])
+
+
+def _with_progress(paths: list[Path]) -> Iterator[Path]:
+    """The paths, with a bar that counts them off on a terminal and nothing elsewhere."""
+    from rich.progress import track
+
+    err = console(stderr=True)
+    yield from track(paths, "Reading", console=err, disable=not err.is_terminal, transient=True)

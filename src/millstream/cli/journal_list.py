@@ -1,0 +1,95 @@
+"""What `millstream journal ls` shows: journals, and the segments of one."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from millstream.cli.output import console, size
+from millstream.engine.status import position_text
+from millstream.journal import JournalReader
+from millstream.journal.manifest import FILE, Manifest
+from millstream.model import Json
+
+
+def summary(path: Path) -> Json:
+    """One journal: who it is, what it holds, what it takes."""
+    reader = JournalReader([str(path)])
+    header, head = reader.header(), reader.head()
+    files = [one.stat().st_size for one in path.rglob("*") if one.is_file()]
+    return {
+        "source": header.source,
+        "kind": header.source_kind,
+        "journal_id": header.journal_id,
+        "incarnation": header.incarnation,
+        "first_seq": reader.first_seq() if head else header.first_seq,
+        "last_seq": head.seq if head else header.first_seq - 1,
+        "end_position": position_text(header.source_kind, head.covered if head else header.start_position),
+        "last_commit_at": _time(head.commit_ts_us) if head and head.seq >= header.first_seq else None,
+        "tables": sorted({relation.table for id, relation in reader.relations().items() if id}),
+        "files": len(files),
+        "bytes": sum(files),
+        "created_at": header.created_at,
+    }
+
+
+def segments(path: Path) -> list[Json]:
+    """The closed segments in order, then the open one."""
+    reader = JournalReader([str(path)])
+    kind, head = reader.header().source_kind, reader.head()
+    manifest = path / FILE
+    closed = Manifest.from_bytes(manifest.read_bytes()).entries if manifest.exists() else ()
+    found = [
+        {
+            "segment": entry.name,
+            "state": "sealed" if entry.sealed else "closed",
+            "first_seq": entry.first_seq,
+            "last_seq": entry.last_seq,
+            "end_position": position_text(kind, entry.covered),
+            "bytes": entry.bytes,
+        }
+        for entry in closed
+    ]
+    if head is not None:
+        found.append(
+            {
+                "segment": head.segment,
+                "state": "open",
+                "first_seq": head.segment_first_seq,
+                "last_seq": head.seq,
+                "end_position": position_text(kind, head.covered),
+                "bytes": head.segment_length,
+            }
+        )
+    return found
+
+
+def print_journals(journals: list[Json]) -> None:
+    if not journals:
+        console().print("There is no journal yet.")
+        return
+    rows = [
+        {**one, "seqs": f"{one['first_seq']:,}..{one['last_seq']:,}", "tables": len(one["tables"])} for one in journals
+    ]
+    _table(rows, ("source", "kind", "incarnation", "seqs", "end_position", "tables", "files", "bytes"))
+
+
+def print_segments(found: list[Json]) -> None:
+    rows = [{**one, "seqs": f"{one['first_seq']:,}..{one['last_seq']:,}"} for one in found]
+    _table(rows, ("segment", "state", "seqs", "end_position", "bytes"))
+
+
+def _table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column.replace("_", " "), justify="right" if isinstance(rows[0][column], int) else "left")
+    for row in rows:
+        table.add_row(*(size(row[column]) if column == "bytes" else str(row[column]) for column in columns))
+    console().print(table)
+
+
+def _time(us: int) -> str:
+    return datetime.fromtimestamp(us / 1_000_000, UTC).isoformat()

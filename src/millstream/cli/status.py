@@ -1,0 +1,85 @@
+"""`millstream status`: how the streams of a home are, whether or not a process runs them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from millstream.cli.output import Home, Json, console, print_json, seconds, size
+
+if TYPE_CHECKING:
+    from millstream.engine.status import HomeStatus, StreamStatus
+
+_STYLES = {"running": "green", "catching_up": "cyan", "failed": "red", "halted": "red", "stopped": "yellow"}
+
+
+def status(
+    name: Annotated[str | None, typer.Argument(help="Only this stream.", show_default=False)] = None,
+    home: Home = None,
+    json: Json = False,
+) -> None:
+    """Show how far each target is, and what is wrong."""
+    from millstream.engine.home import Home as HomeDirectory
+    from millstream.engine.status import home_status
+
+    found = home_status(HomeDirectory.locate(home), name)
+    if json:
+        print_json(found.to_json())
+        return
+    _print(found)
+
+
+def _print(found: HomeStatus) -> None:
+    out = console()
+    out.print(f"{found.home}: {f'run by {found.owner}' if found.owner else 'no process runs here'}")
+    if not found.streams:
+        out.print("No stream has run here yet.")
+    for stream in found.streams:
+        _print_stream(stream)
+
+
+def _print_stream(stream: StreamStatus) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    out = console()
+    source = stream.source
+    out.print()
+    out.print(Text.assemble(stream.name, "  ", (stream.state.value, _STYLES.get(stream.state.value, ""))))
+    end = f"seq {source.end_seq:,} at {source.end_position}" if source.end_seq is not None else "empty"
+    out.print(
+        f"  source {source.name} ({source.kind}): capture {source.state}"
+        f"{f', pid {source.pid}' if source.pid else ''}; journal {end}; "
+        f"retained on the source {size(source.retained_bytes)}"
+    )
+    table = Table(box=None, padding=(0, 2, 0, 2))
+    for column in ("target", "state", "seq", "position", "behind", "oldest", "events", "batches", "epoch"):
+        table.add_column(column, justify="left" if column in ("target", "state", "position") else "right")
+    for target in stream.targets:
+        table.add_row(
+            f"{target.name} ({target.kind})",
+            Text(target.state.value, _STYLES.get(target.state.value, "")),
+            _number(target.seq),
+            target.position or "-",
+            _number(target.lag_events),
+            seconds(target.lag_seconds),
+            _number(target.events),
+            _number(target.batches),
+            _number(target.epoch),
+        )
+    out.print(table)
+    for target in stream.targets:
+        if target.retrying:
+            out.print(f"  target {target.name}: trying again: {target.retrying}", style="yellow")
+    failures = [(f"source {source.name}", source.error, source.hint)]
+    failures += [(f"target {target.name}", target.error, target.hint) for target in stream.targets]
+    for who, error, hint in failures:
+        if error:
+            out.print(f"  {who}: {error}", style="red")
+            if hint:
+                out.print(f"  hint: {hint}")
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
