@@ -74,6 +74,8 @@ class SourceIdentity:
 
     kind: str
     facts: Mapping[str, Any] = field(default_factory=dict)
+    start: int = 0
+    """The position from which the source has everything: where a new journal begins."""
 
 
 @dataclass(frozen=True)
