@@ -190,7 +190,8 @@ class SourceSpec:
 
     name: str
     kind: str
-    uri: str
+    uri: str = field(repr=False)
+    """May hold a password, so it does not show itself."""
     auth_ref: str | None
     tables: tuple[str, ...]
     ack: AckPolicy = AckPolicy.DELIVERED

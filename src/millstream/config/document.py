@@ -57,7 +57,7 @@ def read_document(text: str, file: str, environment: Mapping[str, str]) -> tuple
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
     except yaml.MarkedYAMLError as error:
-        return None, [_syntax_problem(file, error)]
+        return None, [_syntax_problem(file, text, error)]
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         column = error.position - text.rfind("\n", 0, error.position)
@@ -69,12 +69,15 @@ def read_document(text: str, file: str, environment: Mapping[str, str]) -> tuple
     return builder.build(node), builder.problems
 
 
-def _syntax_problem(file: str, error: yaml.MarkedYAMLError) -> Problem:
+def _syntax_problem(file: str, text: str, error: yaml.MarkedYAMLError) -> Problem:
     mark = error.problem_mark or error.context_mark
     line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
     if "single document" in str(error.context):
         return Problem(file, line, column, "", "more than one document", "put several streams under `streams:`")
-    return Problem(file, line, column, "", f"not valid YAML: {error.problem}", "check indentation, quotes and brackets")
+    hint = "check indentation, quotes and brackets"
+    if "${" in "".join(text.splitlines()[line - 1 : line]):
+        hint = "inside [ ] and { } put a value with ${...} in quotes"
+    return Problem(file, line, column, "", f"not valid YAML: {error.problem}", hint)
 
 
 class _Builder:

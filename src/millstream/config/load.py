@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from millstream.config.document import read_document
 from millstream.config.kinds import SOURCES, TARGETS, check_pattern, options_model
-from millstream.config.problems import Problem, StreamFileError, in_order
+from millstream.config.problems import Problem, StreamFileError, in_order, nearest
 from millstream.config.report import Reporter
 from millstream.config.schema import SourceKeys, StreamKeys, TargetKeys
 from millstream.errors import ConfigError
@@ -154,12 +154,14 @@ def _target_spec(keys: TargetKeys, options: Mapping[str, Any]) -> TargetSpec:
 
 def _source_options(report: Reporter, raw: object, base: Path) -> Mapping[str, Any]:
     if not isinstance(raw, dict) or raw.get("kind") not in SOURCES:
+        _suggest_kind(report, ("source",), raw)
         return {}
     return _options(report, ("source",), raw, SourceKeys, SOURCES[raw["kind"]].options, base)
 
 
 def _target_options(report: Reporter, index: int, raw: object, base: Path) -> Mapping[str, Any]:
     if not isinstance(raw, dict) or raw.get("kind") not in TARGETS:
+        _suggest_kind(report, ("targets", index), raw)
         return {}
     kind = TARGETS[raw["kind"]]
     left = dict(raw)
@@ -169,6 +171,12 @@ def _target_options(report: Reporter, index: int, raw: object, base: Path) -> Ma
             report.problem(("targets", index, key), f"`{left[key]}` is not available in this version", hint)
             left[key] = choices.now[0]
     return _options(report, ("targets", index), left, TargetKeys, kind.options, base)
+
+
+def _suggest_kind(report: Reporter, at: Sequence[str | int], raw: object) -> None:
+    """Without a kind nobody knows the other keys, except that one of them may be meant as it."""
+    if isinstance(raw, dict) and "kind" not in raw:
+        report.refuse_unknown(at, {key: None for key in raw if nearest(key, ["kind"])}, ["kind"])
 
 
 def _options(
