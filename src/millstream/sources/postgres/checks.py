@@ -71,6 +71,7 @@ def build_identity(
             "session_settings": session_settings(replication),
             "server_version": replication.server_version,
         },
+        start=consistent_point,
     )
 
 

@@ -59,7 +59,7 @@ _KEEPALIVE = {
 _TRANSIENT_STATES = re.compile(r"08...|57P0[1-5]|53...|55006|55P03|57014|40001|40P01|25P03")
 """SQLSTATEs that pass: lost connection, shutdown and start, out of resources, in use, lock timeout."""
 
-_POOLER_HINT = "connect to the server itself: replication and session state do not pass through a pooler"
+POOLER_HINT = "connect to the server itself: replication and session state do not pass through a pooler"
 
 _PERMANENT: tuple[tuple[str, str], ...] = (
     (r"password authentication failed|SCRAM|no password supplied", "set auth_ref to the password of the role"),
@@ -80,7 +80,7 @@ _PERMANENT: tuple[tuple[str, str], ...] = (
         r"certificate verify failed|root certificate file|server certificate for|certificate.*does not match",
         "give the certificate of the server's authority: ?sslmode=verify-full&sslrootcert=/path/ca.pem",
     ),
-    (r"unsupported startup parameter|replication connections are not|no such database|pgbouncer", _POOLER_HINT),
+    (r"unsupported startup parameter|replication connections are not|no such database|pgbouncer", POOLER_HINT),
 )
 """Libpq tells no SQLSTATE for a refused connection, only the server's sentence."""
 
@@ -271,7 +271,7 @@ def _fill(hint: str, parameters: Mapping[str, str]) -> str:
 def _refuse_pooler(connection: PGconn) -> None:
     ((pid,),) = command(connection, "SELECT pg_backend_pid()")
     if pid != str(connection.backend_pid):
-        raise SourceHalted("a connection pooler stands between us and the server", hint=_POOLER_HINT)
+        raise SourceHalted("a connection pooler stands between us and the server", hint=POOLER_HINT)
 
 
 def _check_settings(actual: Mapping[str, str]) -> None:

@@ -77,7 +77,21 @@ def sync_publications(
     Commits only what leaves the application's writes alone; SourceUnavailable when a table changed
     under our eyes.
     """
-    with translated("preparing the publications"), conn.transaction():
+    plan = _sync(conn, patterns, options, first_start=first_start, dry_run=False)
+    if plan.statements:
+        failpoint("capture.publication_created")
+    return plan
+
+
+def try_publications(conn: Connection, patterns: Sequence[str], options: PostgresOptions) -> PublicationPlan:
+    """What `sync_publications` would do at a first start, with the server's own verdict, undone again."""
+    return _sync(conn, patterns, options, first_start=True, dry_run=True)
+
+
+def _sync(
+    conn: Connection, patterns: Sequence[str], options: PostgresOptions, *, first_start: bool, dry_run: bool
+) -> PublicationPlan:
+    with translated("preparing the publications"), conn.transaction(force_rollback=dry_run):
         selection = select(conn, patterns)
         _refuse_errors(selection)
         before = read_publications(conn, options.publications)
@@ -94,8 +108,6 @@ def sync_publications(
             _refuse_danger(after[options.publication], select(conn, patterns).tables)
         _leave_records(conn, after, options, created=set(after) - set(before))
         after = read_publications(conn, options.publications)
-    if statements:
-        failpoint("capture.publication_created")
     return PublicationPlan(
         publications=after,
         statements=tuple(statement for _, statement in statements),
@@ -225,12 +237,14 @@ def identity_findings(tables: Sequence[Table]) -> list[Finding]:
 
 
 def drift_error(reasons: Sequence[str], options: PostgresOptions) -> SourceHalted:
-    """The halt for a publication that is not as it was left, with the way to accept it."""
+    """The halt for a publication that is not as it was left."""
+    return SourceHalted(f"changes may be missing from the log: {'; '.join(reasons)}", hint=drift_hint(options))
+
+
+def drift_hint(options: PostgresOptions) -> str:
+    """How a person accepts that changes are missing: by leaving the bare mark, without a record."""
     accept = "; ".join(f"COMMENT ON PUBLICATION {quote(name)} IS '{MARK}'" for name in options.publications)
-    return SourceHalted(
-        f"changes may be missing from the log: {'; '.join(reasons)}",
-        hint=f"reload the tables concerned; or, to go on without what is missing, run: {accept}",
-    )
+    return f"reload the tables concerned; or, to go on without what is missing, run: {accept}"
 
 
 def _refuse_errors(selection: Selection) -> None:
