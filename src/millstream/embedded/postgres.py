@@ -180,7 +180,8 @@ class EmbeddedPostgres:
         # The guard stays a moment longer, to reap: where process 1 does not, a dead postmaster would
         # go on as a zombie, and the next one would take it for alive.
         if self._pid is not None and self._guard.poll() is None:
-            os.kill(self._pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
         else:
             self._signal_group(signal.SIGKILL)
         self._guard.wait()
