@@ -1,0 +1,207 @@
+"""What a reader knows of a journal, and keeps: head, manifest, relations, index records, cuts."""
+
+from __future__ import annotations
+
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from millstream.errors import JournalCorrupt
+from millstream.journal.files import HEAD
+from millstream.journal.format import HEAD_BYTES, Head, Header
+from millstream.journal.index import CUTS, INDEX, Records
+from millstream.journal.locations import Locations
+from millstream.journal.manifest import FILE as MANIFEST
+from millstream.journal.manifest import Entry, Manifest
+from millstream.journal.relations import FILE as RELATIONS
+from millstream.journal.relations import parse_line
+from millstream.journal.segment import segment_name, segment_number
+from millstream.journal.slices import read_header
+from millstream.model import Relation
+
+_KEPT = 32
+"""Index and cut files of closed segments that are kept in memory, each."""
+
+_HEAD_TRIES = 100
+
+
+@dataclass(frozen=True)
+class View:
+    """A segment as a reader sees it at one head: a closed one, or the visible part of the open one."""
+
+    number: int
+    name: str
+    sealed: bool
+    epoch: int
+    first_seq: int
+    last_seq: int
+    commit_position: int
+    max_ts_us: int
+    row_bytes: int
+    last_cut: int | None
+    index_entries: int
+    index_crc: int | None
+    cut_entries: int
+    cut_crc: int | None
+
+
+class Catalog:
+    """Reads small files and keeps them as long as they are good. Knows no search."""
+
+    def __init__(self, bases: Sequence[str]) -> None:
+        self._files = Locations(bases)
+        self._header: Header | None = None
+        self.forget()
+
+    @property
+    def bases(self) -> tuple[str, ...]:
+        return self._files.bases
+
+    def forget(self) -> None:
+        """Drop everything but the header."""
+        self._epoch = 0
+        self._manifest = Manifest(version=-1)
+        self._closed: list[View] = []
+        self._relations: dict[int, Relation] = {}
+        self._relations_bytes = 0
+        self._kept: OrderedDict[str, Records] = OrderedDict()
+        self._growing: dict[str, Records] = {}
+
+    def header(self) -> Header:
+        if self._header is None:
+            self._header = read_header(self._files)
+        return self._header
+
+    def head(self) -> Head | None:
+        """The head; a half-copied one is read again, and only None after many tries."""
+        for _ in range(_HEAD_TRIES):
+            try:
+                raw = self._files.read(HEAD, 0, HEAD_BYTES)
+            except FileNotFoundError:
+                return None
+            head = Head.from_bytes(raw.to_pybytes())
+            if head is not None:
+                self._note(head)
+                return head
+        return None
+
+    def _note(self, head: Head) -> None:
+        """A new writer may have rebuilt derived files; another journal has nothing in common with ours."""
+        if self._header is not None and self._header.journal_id != head.journal_id:
+            self._header = None
+            self.forget()
+        if self._epoch != head.epoch:
+            self.forget()
+            self._epoch = head.epoch
+
+    def views(self, head: Head) -> list[View]:
+        """All segments with rows, in order, up to this head."""
+        if self._manifest.version < head.manifest_version:
+            self._manifest = self._read_manifest(head)
+            self._closed = [_closed(entry) for entry in self._manifest.entries if entry.rows]
+        open_number = segment_number(head.segment)
+        views = [view for view in self._closed if view.first_seq <= head.seq]
+        if head.seq >= head.segment_first_seq and not any(view.number == open_number for view in views[-1:]):
+            views.append(self._open(head, open_number))
+        return views
+
+    def _read_manifest(self, head: Head) -> Manifest:
+        manifest = Manifest.from_bytes(self._files.read_all(MANIFEST))
+        if manifest.version < head.manifest_version:
+            raise JournalCorrupt(
+                f"{MANIFEST} has version {manifest.version}, the head names {head.manifest_version}",
+                hint="the journal's files are from different times; restore them together",
+            )
+        return manifest
+
+    def _open(self, head: Head, number: int) -> View:
+        name = segment_name(number)
+        cuts = self._grow(f"segments/{name}.cuts", head.cut_entries, CUTS)
+        return View(
+            number=number,
+            name=name,
+            sealed=False,
+            epoch=head.epoch,
+            first_seq=head.segment_first_seq,
+            last_seq=head.seq,
+            commit_position=head.commit_position,
+            max_ts_us=int(cuts["max_ts_us"].max()),
+            row_bytes=int(cuts["bytes"][-1]),
+            last_cut=head.seq,
+            index_entries=head.index_entries,
+            index_crc=None,
+            cut_entries=head.cut_entries,
+            cut_crc=None,
+        )
+
+    def index(self, view: View) -> Records:
+        return self._records(f"segments/{view.name}.idx", view.index_entries, view.index_crc, INDEX)
+
+    def cuts(self, view: View) -> Records:
+        return self._records(f"segments/{segment_name(view.number)}.cuts", view.cut_entries, view.cut_crc, CUTS)
+
+    def _records(self, name: str, count: int, crc: int | None, dtype: np.dtype[np.void]) -> Records:
+        if crc is None:
+            return self._grow(name, count, dtype)
+        if name not in self._kept:
+            raw = self._files.read(name, 0, count * dtype.itemsize).to_pybytes()
+            if len(raw) != count * dtype.itemsize or zlib.crc32(raw) != crc:
+                raise JournalCorrupt(
+                    f"{name} is damaged", hint="remove the file: the writer rebuilds it when it opens the journal"
+                )
+            self._kept[name] = np.frombuffer(raw, dtype)
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(name)
+        return self._kept[name]
+
+    def _grow(self, name: str, count: int, dtype: np.dtype[np.void]) -> Records:
+        """The first `count` records of a file that is being appended to; only new bytes are read."""
+        have = self._growing.get(name)
+        known = len(have) if have is not None else 0
+        if have is None or known < count:
+            raw = self._files.read(name, known * dtype.itemsize, (count - known) * dtype.itemsize)
+            if raw.size != (count - known) * dtype.itemsize:
+                raise JournalCorrupt(f"{name} has fewer than the {count} records that the head names")
+            more = np.frombuffer(raw, dtype)
+            have = np.concatenate([have, more]) if have is not None else more
+            if len(self._growing) > 4:
+                self._growing.clear()
+            self._growing[name] = have
+        return have[:count]
+
+    def relations(self, head: Head) -> dict[int, Relation]:
+        if self._relations_bytes < head.relations_bytes:
+            raw = self._files.read(
+                RELATIONS, self._relations_bytes, head.relations_bytes - self._relations_bytes
+            ).to_pybytes()
+            for line in raw.splitlines():
+                number = len(self._relations) + 1
+                relation = parse_line(line, number)
+                if relation is None:
+                    raise JournalCorrupt(f"{RELATIONS}: line {number} is not the description that was written")
+                self._relations[number] = relation
+            self._relations_bytes = head.relations_bytes
+        return dict(self._relations)
+
+
+def _closed(entry: Entry) -> View:
+    return View(
+        number=entry.number,
+        name=entry.name,
+        sealed=entry.sealed,
+        epoch=entry.epoch,
+        first_seq=entry.first_seq,
+        last_seq=entry.last_seq,
+        commit_position=entry.commit_position,
+        max_ts_us=entry.max_ts_us or 0,
+        row_bytes=entry.row_bytes,
+        last_cut=entry.last_cut,
+        index_entries=entry.index_entries,
+        index_crc=entry.index_crc,
+        cut_entries=entry.cut_entries,
+        cut_crc=entry.cut_crc,
+    )

@@ -1,0 +1,119 @@
+"""Commit records: what makes rows whole and visible.
+
+A commit record is written with the last bytes of its group, and the group is fsynced before a
+byte of the next one is written. So a group is either whole (its CRC holds) or it is the last
+thing in the journal and was never promised to anybody.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from millstream.journal.format import JOURNAL
+
+KEY = "millstream.commit"
+_RECORD = re.compile(rb"ms1 ([0-9a-f]{8}) (\{[^{}]{1,2000}\})")
+
+SCHEMA_MESSAGE: bytes = JOURNAL.serialize().to_pybytes()
+"""The first message of every segment."""
+
+COMMIT_BODY = 64
+"""A record batch message with a smaller body has no rows: nine columns of one row take 80 bytes."""
+
+
+@dataclass(frozen=True)
+class CommitRecord:
+    """The end of a group: the last seq, the positions there, and how to check the bytes before it.
+
+    `at` is the record's own offset in its segment and `crc` is over the bytes from `crc_from` to
+    there. The group began at (`group_segment`, `group_offset`). A transaction too large for one
+    segment is a group over several: each but the last then ends with a record that is not
+    `committed` and says that the group goes on in the next segment.
+
+    The other fields describe the segment up to here, so that nothing needs to be read twice:
+    what `Mark` and the files beside the segment hold.
+    """
+
+    journal_id: str
+    epoch: int
+    committed: bool
+    seq: int
+    commit_position: int
+    resume_position: int
+    covered: int
+    commit_ts_us: int
+    group_segment: int
+    group_offset: int
+    at: int
+    crc_from: int
+    crc: int
+    first_seq: int
+    row_bytes: int
+    first_commit_position: int | None
+    min_ts_us: int | None
+    max_ts_us: int | None
+    last_cut: int | None
+    index_entries: int
+    index_crc: int
+    cut_entries: int
+    cut_crc: int
+
+    def to_bytes(self) -> bytes:
+        body = json.dumps(asdict(self), separators=(",", ":")).encode()
+        return b"ms1 %08x %s" % (zlib.crc32(body), body)
+
+    @classmethod
+    def find(cls, raw: Any) -> Iterator[CommitRecord]:
+        """Every record in `raw` whose own CRC holds, wherever it stands."""
+        for match in _RECORD.finditer(raw):
+            body = match[2]
+            if int(match[1], 16) == zlib.crc32(body):
+                yield cls(**json.loads(body))
+
+
+class _Parts:
+    """A sink that keeps what Arrow's stream writer writes, so that we know every byte."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.size = 0
+
+    def write(self, data: Any) -> int:
+        self.parts.append(bytes(data))
+        self.size += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self.size
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def take(self) -> bytes:
+        data = b"".join(self.parts)
+        self.parts.clear()
+        return data
+
+
+class CommitMessages:
+    """Makes the IPC messages of commit records. One stream writer serves for all of them."""
+
+    def __init__(self) -> None:
+        self._sink = _Parts()
+        self._writer = pa.ipc.new_stream(pa.PythonFile(self._sink, "w"), JOURNAL)
+        self._empty = pa.RecordBatch.from_arrays([pa.array([], field.type) for field in JOURNAL], schema=JOURNAL)
+        self._writer.write_batch(self._empty)
+        self._sink.take()
+
+    def message(self, record: CommitRecord) -> bytes:
+        self._writer.write_batch(self._empty, custom_metadata={KEY: record.to_bytes()})
+        return self._sink.take()

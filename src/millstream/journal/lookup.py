@@ -1,0 +1,134 @@
+"""Finding a place in a journal: by seq, by position, by time.
+
+Cuts are thinned: an end is left out only if a later one of the same 64 rows is kept. So between two
+cuts, ends that were left out lie in the last 64 rows, and reading those is enough to be exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from millstream.errors import OutOfRange
+from millstream.journal.catalog import Catalog, View
+from millstream.journal.format import Head, Header
+from millstream.journal.index import CUT_ROWS, Cut, Records, column, to_cut, transaction_ends
+from millstream.journal.slices import EMPTY, open_slice, open_slices, sealed_slices
+from millstream.model import SeqRange
+
+_Match = Callable[[pa.RecordBatch], npt.NDArray[np.bool_]]
+
+
+def rows_between(catalog: Catalog, views: Sequence[View], start: int, end: int) -> pa.RecordBatch:
+    """The rows with start < seq <= end, of all relations, in seq order. For short ranges."""
+    range = SeqRange(start, end)
+    found = [EMPTY]
+    for view in views:
+        if view.last_seq > start and view.first_seq <= end:
+            make = sealed_slices if view.sealed else open_slices
+            names = {"journal_id": catalog.header().journal_id, "epoch": view.epoch, "segment": view.name}
+            found += [open_slice(slice, catalog.bases, range) for slice in make(catalog.index(view), range, **names)]
+    rows = pa.concat_batches(found)
+    return rows.take(pa.array(np.argsort(column(rows, "seq"))))
+
+
+def ends_between(catalog: Catalog, views: Sequence[View], start: int, end: int) -> list[Cut]:
+    """The transaction ends with start < seq <= end; `end` must be one."""
+    rows = rows_between(catalog, views, start, end)
+    return [_cut_of(rows, int(row)) for row in transaction_ends(column(rows, "commit_position"), open_end=False)]
+
+
+def cut_at(catalog: Catalog, views: Sequence[View], seq: int) -> Cut | None:
+    view = next((view for view in views if view.first_seq <= seq <= view.last_seq), None)
+    if view is None:
+        return None
+    cuts = catalog.cuts(view)
+    at = int(np.searchsorted(cuts["seq"], seq))
+    if at == len(cuts):
+        return None
+    if cuts["seq"][at] == seq:
+        return to_cut(cuts[at])
+    if cuts["seq"][at] - seq >= CUT_ROWS:
+        return None
+    rows = rows_between(catalog, views, seq - 1, seq + 1)
+    commit = column(rows, "commit_position")
+    return _cut_of(rows, 0) if len(rows) == 2 and commit[0] != commit[1] else None
+
+
+def _cut_of(rows: pa.RecordBatch, row: int) -> Cut:
+    return Cut(
+        int(column(rows, "seq")[row]),
+        int(column(rows, "commit_position")[row]),
+        int(column(rows, "resume_position")[row]),
+        int(column(rows, "commit_ts")[row]),
+    )
+
+
+def seq_at_position(catalog: Catalog, views: Sequence[View], head: Head, header: Header, position: int) -> int:
+    earliest = header.start_position
+    if views and views[0].first_seq > header.first_seq:
+        earliest = int(
+            column(rows_between(catalog, views, views[0].first_seq - 1, views[0].first_seq), "commit_position")[0]
+        )
+    if position < earliest:
+        raise OutOfRange(
+            f"position {position} is before the earliest in the journal, {earliest}",
+            hint="start there, or take a new snapshot",
+        )
+    if position > head.covered:
+        raise OutOfRange(f"position {position} is beyond what the journal covers, {head.covered}")
+    view = next((view for view in views if view.commit_position >= position), None)
+    if view is None:
+        return head.seq
+    cuts = catalog.cuts(view)
+    at = int(np.searchsorted(cuts["commit_position"], position))
+    return _before_first(catalog, views, view, cuts, at, lambda rows: column(rows, "commit_position") >= position)
+
+
+def seq_at_time(catalog: Catalog, views: Sequence[View], head: Head, header: Header, ts_us: int) -> int:
+    view = next((view for view in views if view.max_ts_us >= ts_us), None)
+    found = head.seq
+    if view is not None:
+        cuts = catalog.cuts(view)
+        reached = np.flatnonzero(cuts["max_ts_us"] >= ts_us)
+        at = int(reached[0]) if len(reached) else len(cuts)
+        found = _before_first(catalog, views, view, cuts, at, lambda rows: column(rows, "commit_ts") >= ts_us)
+    if views and found == views[0].first_seq - 1:
+        _check_earliest(catalog, views, header, ts_us)
+    return found
+
+
+def _check_earliest(catalog: Catalog, views: Sequence[View], header: Header, ts_us: int) -> None:
+    """The first retained transaction is the answer only if none before the journal could have been."""
+    first = int(column(rows_between(catalog, views, views[0].first_seq - 1, views[0].first_seq), "commit_ts")[0])
+    earliest = first
+    if views[0].first_seq == header.first_seq:
+        earliest = min(first, int(datetime.fromisoformat(header.created_at).timestamp() * 1_000_000))
+    if ts_us < earliest:
+        at = datetime.fromtimestamp(earliest / 1_000_000, UTC).isoformat()
+        raise OutOfRange(
+            f"the asked time is before the earliest in the journal, {at}", hint="start there, or take a new snapshot"
+        )
+
+
+def _before_first(catalog: Catalog, views: Sequence[View], view: View, cuts: Records, at: int, matches: _Match) -> int:
+    """The seq before the first transaction that matches, given the first cut that may end it.
+
+    Without such a cut the transaction ends in a later segment, and it begins right after the last
+    end in this one: had it begun earlier, an earlier segment would have matched.
+    """
+    before = int(cuts["seq"][at - 1]) if at else view.first_seq - 1
+    if at == len(cuts):
+        return before
+    end = int(cuts["seq"][at])
+    start = max(before, end - CUT_ROWS)
+    rows = rows_between(catalog, views, start, end)
+    first = int(np.flatnonzero(matches(rows))[0])
+    commit = column(rows, "commit_position")
+    while first and commit[first - 1] == commit[first]:
+        first -= 1
+    return before if first == 0 else start + first

@@ -1,0 +1,235 @@
+"""Reading a journal: what is visible, where a batch may end, which bytes hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from millstream.errors import JournalCorrupt, JournalError, OutOfRange
+from millstream.journal import lookup
+from millstream.journal.catalog import Catalog, View
+from millstream.journal.format import Head, Header, Slice
+from millstream.journal.index import CUT_ROWS, Cut, to_cut
+from millstream.journal.slices import open_slices, sealed_slices
+from millstream.model import Relation, SeqRange
+
+T = TypeVar("T")
+
+_TRIES = 10
+"""A segment may be sealed and its open form dropped between two reads; then the head says more."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Where a batch ends: at a transaction's end, within the limits or one transaction beyond them.
+
+    `full` says that a limit ended it, so that waiting longer would not make it larger.
+    """
+
+    end: int
+    rows: int
+    bytes: int
+    full: bool
+    position: int
+    commit_ts_us: int
+
+
+class JournalReader:
+    """Reads what the writer has published. Picklable by its locations; one thread at a time.
+
+    Never lists a directory, asks for a file's size or maps one, and never reads beyond `head`.
+    """
+
+    def __init__(self, locations: Sequence[str]) -> None:
+        self._locations = tuple(locations)
+        self._catalog = Catalog(self._locations)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return JournalReader, (self._locations,)
+
+    @property
+    def locations(self) -> tuple[str, ...]:
+        return self._locations
+
+    def header(self) -> Header:
+        """Who this journal is. Raises JournalError if there is none."""
+        return self._catalog.header()
+
+    def head(self) -> Head | None:
+        """The visible end now; None while the writer has not published one."""
+        return self._catalog.head()
+
+    def relation(self, id: int) -> Relation:
+        """The description with this id. Id 0 belongs to logical messages and has none."""
+        found = self.relations().get(id)
+        if found is None:
+            raise JournalCorrupt(f"the journal has no relation {id}")
+        return found
+
+    def relations(self) -> dict[int, Relation]:
+        """All descriptions that visible rows may refer to."""
+        return self._catalog.relations(self._visible())
+
+    def first_seq(self) -> int:
+        """The lowest retained seq; one above the last when nothing is there."""
+
+        def find(views: Sequence[View], head: Head) -> int:
+            return views[0].first_seq if views else head.seq + 1
+
+        return self._with_views(find)
+
+    def plan_end(self, start: int, *, max_events: int, max_bytes: int) -> Planned | None:
+        """Where a batch that starts at cursor `start` should end; None if nothing is visible after it.
+
+        At least one whole transaction, else as many as fit into both limits. Raises OutOfRange for
+        a start that is not retained or lies beyond the head.
+        """
+
+        def find(views: Sequence[View], head: Head) -> Planned | None:
+            self._check_range(views, head, start)
+            if start == head.seq:
+                return None
+            cut = self._end_of_batch(views, start, max_events, max_bytes)
+            size = self._bytes_at(views, cut.seq) - self._bytes_at(views, start)
+            rows = cut.seq - start
+            full = cut.seq < head.seq or rows >= max_events or size >= max_bytes
+            return Planned(cut.seq, rows, size, full, cut.resume_position, cut.commit_ts_us)
+
+        return self._with_views(find)
+
+    def slices(self, range: SeqRange) -> list[Slice]:
+        """The byte ranges that hold the rows of `range`, in order of segment, then place.
+
+        Opening all of them with `open_slice(..., range)` gives every row of the range once.
+        """
+
+        def find(views: Sequence[View], head: Head) -> list[Slice]:
+            self._check_range(views, head, range.start, range.end)
+            found: list[Slice] = []
+            for view in views:
+                if view.last_seq <= range.start or view.first_seq > range.end:
+                    continue
+                make = sealed_slices if view.sealed else open_slices
+                found += make(
+                    self._catalog.index(view),
+                    range,
+                    journal_id=head.journal_id,
+                    epoch=view.epoch,
+                    segment=view.name,
+                )
+            return found
+
+        return self._with_views(find)
+
+    def cut_at(self, seq: int) -> Cut | None:
+        """The transaction that ends with `seq`; None if none does, or the seq is not retained or visible."""
+
+        def find(views: Sequence[View], head: Head) -> Cut | None:
+            return lookup.cut_at(self._catalog, views, seq)
+
+        return self._with_views(find)
+
+    def seq_at_position(self, position: int) -> int:
+        """The cursor before the first transaction whose commit position is at or after `position`.
+
+        A resume position will do as well: the next commit lies at or after it. Raises OutOfRange
+        before the earliest retained position and beyond what the journal covers.
+        """
+
+        def find(views: Sequence[View], head: Head) -> int:
+            return lookup.seq_at_position(self._catalog, views, head, self.header(), position)
+
+        return self._with_views(find)
+
+    def seq_at_time(self, ts_us: int) -> int:
+        """The cursor before the first transaction, in commit order, with commit time >= `ts_us`.
+
+        Times are not in order of commit; this is the first, so later ones may be older. The head
+        if there is none yet. Raises OutOfRange before the earliest retained time.
+        """
+
+        def find(views: Sequence[View], head: Head) -> int:
+            return lookup.seq_at_time(self._catalog, views, head, self.header(), ts_us)
+
+        return self._with_views(find)
+
+    def _end_of_batch(self, views: Sequence[View], start: int, max_events: int, max_bytes: int) -> Cut:
+        """The last transaction end within the limits, or the first one there is."""
+        most = self._bytes_at(views, start) + max_bytes
+        before = 0
+        best: Cut | None = None
+        for view in views:
+            base, before = before, before + view.row_bytes
+            if view.last_seq <= start or view.last_cut is None or view.last_cut <= start:
+                continue
+            cuts = self._catalog.cuts(view)
+            whole_fits = view.last_cut - start <= max_events and before <= most
+            first = int(np.searchsorted(cuts["seq"], start, side="right"))
+            last = len(cuts) - 1
+            if not whole_fits:
+                within = np.searchsorted(cuts["seq"], start + max_events, side="right")
+                last = int(min(within, np.searchsorted(cuts["bytes"] + base, most, side="right"))) - 1
+            if last >= first:
+                best = to_cut(cuts[last])
+            elif best is None:
+                best = self._first_end(views, start, to_cut(cuts[first]), max_events)
+            if not whole_fits:
+                break
+        if best is None:
+            raise JournalCorrupt(f"no transaction ends after seq {start}", hint="`millstream journal verify`")
+        return best
+
+    def _first_end(self, views: Sequence[View], start: int, cut: Cut, max_events: int) -> Cut:
+        """An end that was thinned out, when the first that was kept lies beyond a small limit."""
+        if cut.seq - start > CUT_ROWS or cut.seq - start <= max_events:
+            return cut
+        ends = lookup.ends_between(self._catalog, views, start, cut.seq)
+        within = [end for end in ends if end.seq - start <= max_events]
+        return within[-1] if within else ends[0]
+
+    def _bytes_at(self, views: Sequence[View], seq: int) -> int:
+        """Row bytes of the retained journal up to a seq; exact at the ends that the cuts hold."""
+        before = 0
+        for view in views:
+            if view.last_seq <= seq:
+                before += view.row_bytes
+                continue
+            if view.first_seq <= seq:
+                cuts = self._catalog.cuts(view)
+                at = int(np.searchsorted(cuts["seq"], seq, side="right")) - 1
+                before += int(cuts["bytes"][at]) if at >= 0 else 0
+            break
+        return before
+
+    def _check_range(self, views: Sequence[View], head: Head, start: int, end: int | None = None) -> None:
+        first = views[0].first_seq if views else head.seq + 1
+        if start < first - 1:
+            raise OutOfRange(
+                f"the journal starts at seq {first}; seq {start + 1} is not retained",
+                hint="start at the earliest, or take a new snapshot",
+            )
+        if max(start, end or start) > head.seq:
+            raise OutOfRange(f"seq {max(start, end or start)} is beyond the visible end {head.seq}")
+
+    def _visible(self) -> Head:
+        head = self.head()
+        if head is None:
+            raise JournalError(f"the journal at {', '.join(self._locations)} has no head yet")
+        return head
+
+    def _with_views(self, find: Callable[[Sequence[View], Head], T]) -> T:
+        """Run a search on one consistent view; on a new one if a segment changed form meanwhile."""
+        for attempt in range(_TRIES):
+            head = self._visible()
+            try:
+                return find(self._catalog.views(head), head)
+            except FileNotFoundError as error:
+                self._catalog.forget()
+                if attempt == _TRIES - 1:
+                    raise JournalCorrupt(
+                        f"a segment is missing: {error}", hint="`millstream journal verify` shows which"
+                    ) from error
+        raise AssertionError("unreachable")

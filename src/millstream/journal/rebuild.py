@@ -1,0 +1,131 @@
+"""Rebuilding what is derived: `.idx` and `.cuts` from a segment's rows, an entry from a sealed segment."""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from millstream.errors import JournalCorrupt
+from millstream.journal.commit import SCHEMA_MESSAGE, CommitRecord
+from millstream.journal.files import disk_errors, open_file, write_all
+from millstream.journal.index import CUTS, INDEX, Records, column, cuts_of, index_of
+from millstream.journal.manifest import Entry, entry_of
+from millstream.journal.segment import (
+    Addition,
+    End,
+    Mark,
+    addition,
+    frames,
+    record_batch,
+    segment_name,
+)
+
+
+def ensure_index(segments: Path, number: int, length: int, record: CommitRecord) -> Mark:
+    """The mark of a segment that ends with `record`; its derived files are rebuilt if they disagree."""
+    mark = Mark.after(record, number, length)
+    name = segment_name(number)
+    sizes = (mark.index_entries * INDEX.itemsize, mark.cut_entries * CUTS.itemsize)
+    paths = (segments / f"{name}.idx", segments / f"{name}.cuts")
+    if all(
+        _crc_of(path, size) == crc for path, size, crc in zip(paths, sizes, (mark.index_crc, mark.cut_crc), strict=True)
+    ):
+        return mark
+    rebuilt = list(additions(segments / f"{name}.arrows", number, length, record))
+    _overwrite(paths[0], [part.index for part in rebuilt])
+    _overwrite(paths[1], [part.cuts for part in rebuilt])
+    last = rebuilt[-1].mark if rebuilt else Mark(number, record.first_seq, record.seq)
+    return replace(last, length=length)
+
+
+def additions(path: Path, number: int, length: int, record: CommitRecord) -> Iterator[Addition]:
+    """What each message of an open-form segment added, worked out again from its rows."""
+    mark = Mark(number, record.first_seq, record.first_seq - 1, len(SCHEMA_MESSAGE))
+    with pa.memory_map(str(path)) as source:
+        data = source.read_buffer(length)
+        found = [frame for frame in frames(data) if frame.has_rows]
+        batches = (record_batch(frame, str(path)) for frame in found)
+        batch = next(batches, None)
+        for frame in found:
+            after = next(batches, None)
+            assert batch is not None  # noqa: S101 - one batch per frame
+            mark = replace(mark, length=frame.offset)
+            part = addition(mark, batch, data[frame.offset : frame.end], _goes_on(batch, after, record))
+            mark = part.mark
+            yield part
+            batch = after
+
+
+def _goes_on(batch: pa.RecordBatch, after: pa.RecordBatch | None, record: CommitRecord) -> bool:
+    """Whether the last transaction of a message continues in the next one."""
+    if after is None:
+        return record.last_cut != record.seq
+    return bool(column(batch, "commit_position")[-1] == column(after, "commit_position")[0])
+
+
+def sealed_entry(segments: Path, number: int, journal_id: str) -> Entry | None:
+    """The entry of a sealed segment, from the segment alone; None unless every byte of it checks out."""
+    name = segment_name(number, sealed=True)
+    path = segments / f"{name}.arrows"
+    with pa.memory_map(str(path)) as source:
+        data = source.read_buffer()
+        found = list(frames(data))
+        record = found[-1].record() if found else None
+        if record is None or record.journal_id != journal_id or found[-1].end != data.size:
+            return None
+        if record.at != found[-1].offset or record.crc != zlib.crc32(memoryview(data)[: record.at]):
+            return None
+        index, cuts = sealed_parts(data, record, str(path))
+    mark = Mark.after(record, number, data.size)
+    mark = replace(
+        mark,
+        index_entries=len(index),
+        index_crc=zlib.crc32(index.tobytes()),
+        cut_entries=len(cuts),
+        cut_crc=zlib.crc32(cuts.tobytes()),
+    )
+    _overwrite(segments / f"{name}.idx", [index])
+    _overwrite(segments / f"{segment_name(number)}.cuts", [cuts])
+    return replace(entry_of(mark, End.of(record), record.epoch), sealed_at=time.time())
+
+
+def sealed_parts(data: pa.Buffer, record: CommitRecord, where: str) -> tuple[Records, Records]:
+    """The index and the cuts of a sealed segment, from its rows."""
+    index, batches = [np.zeros(0, INDEX)], []
+    for frame in frames(data):
+        if frame.has_rows:
+            batch = record_batch(frame, where)
+            batches.append(batch)
+            index.append(index_of(batch, frame.offset, frame.length, zlib.crc32(data[frame.offset : frame.end])))
+    if not batches:
+        return index[0], np.zeros(0, CUTS)
+    rows = pa.concat_batches(batches)
+    rows = rows.take(pa.array(np.argsort(column(rows, "seq"))))
+    if len(rows) != record.seq - record.first_seq + 1:
+        raise JournalCorrupt(f"{where} has {len(rows)} rows for seq {record.first_seq} to {record.seq}")
+    return np.concatenate(index), cuts_of(rows, record.last_cut != record.seq, 0)
+
+
+def _crc_of(path: Path, size: int) -> int | None:
+    """The CRC of the first `size` bytes; None if there are fewer."""
+    try:
+        raw = path.read_bytes()[:size]
+    except FileNotFoundError:
+        return None
+    return zlib.crc32(raw) if len(raw) == size else None
+
+
+def _overwrite(path: Path, parts: list[Records]) -> None:
+    with disk_errors(path, "rebuild the index"):
+        fd = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            write_all(fd, [part.tobytes() for part in parts])
+        finally:
+            os.close(fd)

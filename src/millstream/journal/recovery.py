@@ -1,0 +1,221 @@
+"""What a writer does with what it finds: keep what was committed, cut what was not, refuse damage.
+
+The line between the last two: a group is fsynced before a byte of the next one is written. So bytes
+that do not check out are a torn tail if they are the last thing in the journal and nobody was told
+of them; if a commit record stands further on, or `head` names a later end, they were committed
+once, and cutting them would lose rows silently.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pyarrow as pa
+
+from millstream.errors import JournalCorrupt
+from millstream.failpoint import failpoint
+from millstream.journal.commit import SCHEMA_MESSAGE, CommitRecord
+from millstream.journal.files import disk_errors, remove_file, sync_directory
+from millstream.journal.format import Head, Header
+from millstream.journal.manifest import FILE as MANIFEST
+from millstream.journal.manifest import Manifest, entry_of
+from millstream.journal.rebuild import ensure_index, sealed_entry
+from millstream.journal.segment import End, Mark, frames, segment_name, segment_number
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """The journal as it stands: its closed segments, the open one (length 0 if there is none), its end."""
+
+    manifest: Manifest
+    mark: Mark
+    end: End
+
+
+@dataclass(frozen=True)
+class Point:
+    """The end of a record in a segment."""
+
+    number: int
+    offset: int
+    record: CommitRecord
+
+
+def start_of(header: Header) -> End:
+    """Where a journal without rows stands."""
+    at = header.start_position
+    return End(header.first_seq - 1, at, at, at, 0)
+
+
+def end_of(manifest: Manifest, header: Header) -> End:
+    """Where the journal stood when the last closed segment was closed."""
+    if not manifest.entries:
+        return start_of(header)
+    last = manifest.entries[-1]
+    return End(last.last_seq, last.commit_position, last.resume_position, last.covered, last.commit_ts_us)
+
+
+def recover(directory: Path, header: Header, head: Head | None, epoch: int) -> Recovered:
+    """Bring a journal that the caller has locked into a state that ends with a commit record."""
+    segments = directory / "segments"
+    with disk_errors(segments, "read the segments"):
+        names = sorted(path.name for path in segments.iterdir())
+    manifest = _manifest(directory, header, names, epoch)
+    _check_closed(segments, manifest)
+    _remove_leftovers(segments, manifest, names)
+    last = manifest.entries[-1].number if manifest.entries else 0
+    tail = sorted(
+        segment_number(name) for name in names if name == f"{name[:8]}.arrows" and segment_number(name) > last
+    )
+    walked = walk(segments, header, tail, last + 1)
+    good = next((point for point in reversed(walked) if point.record.committed), None)
+    end = End.of(good.record) if good else end_of(manifest, header)
+    judge(segments, header, head, tail, good, end)
+    _cut(segments, tail, good)
+    if good is None:
+        failpoint("journal.recovered")
+        return Recovered(manifest, Mark(last + 1, end.seq + 1, end.seq), end)
+    last_of = {point.number: point for point in walked if point.number <= good.number}
+    marks = [
+        ensure_index(segments, number, last_of[number].offset, last_of[number].record) for number in sorted(last_of)
+    ]
+    if len(marks) > 1:
+        closed = [entry_of(mark, End.of(last_of[mark.number].record), epoch) for mark in marks[:-1]]
+        manifest = manifest.adding(*closed)
+        manifest.save(directory)
+    failpoint("journal.recovered")
+    return Recovered(manifest, marks[-1], end)
+
+
+def walk(segments: Path, header: Header, tail: Sequence[int], first: int) -> list[Point]:
+    """All records, in order, as far as every byte checks out."""
+    points: list[Point] = []
+    for expected, number in enumerate(tail, start=first):
+        if number != expected:
+            break
+        with pa.memory_map(str(segments / f"{segment_name(number)}.arrows")) as source:
+            data = source.read_buffer()
+            found, clean = walk_segment(data, number, header.journal_id)
+            del data
+        points += found
+        if not clean:
+            break
+    return points
+
+
+def walk_segment(data: pa.Buffer, number: int, journal_id: str) -> tuple[list[Point], bool]:
+    """The records of one segment as far as every byte checks out, and whether that is all of it."""
+    view = memoryview(data)
+    points: list[Point] = []
+    checked = 0
+    if bytes(view[: len(SCHEMA_MESSAGE)]) != SCHEMA_MESSAGE:
+        return points, False
+    for frame in frames(data):
+        if frame.has_rows or frame.message.type != "record batch":
+            continue
+        record = frame.record()
+        if (
+            record is None
+            or record.journal_id != journal_id
+            or (record.at, record.crc_from) != (frame.offset, checked)
+            or record.crc != zlib.crc32(view[checked : frame.offset])
+        ):
+            return points, False
+        checked = frame.end
+        points.append(Point(number, frame.end, record))
+    return points, checked == len(view)
+
+
+def judge(segments: Path, header: Header, head: Head | None, tail: Sequence[int], good: Point | None, end: End) -> None:
+    """Raise JournalCorrupt if anything after the last good record is known to have been committed."""
+    place = (good.number, good.offset) if good else (tail[0] if tail else 0, 0)
+    where = segments / f"{segment_name(place[0])}.arrows"
+    remedy = "restore the journal's files, or re-base the stream; `millstream journal verify` shows the damage"
+    if head and head.journal_id == header.journal_id and (head.seq > end.seq or head.covered > end.covered):
+        raise JournalCorrupt(
+            f"{where} is damaged after byte {place[1]}: seq {head.seq} was committed, only {end.seq} can be read",
+            hint=remedy,
+        )
+    for number in (number for number in tail if number >= place[0]):
+        raw = (segments / f"{segment_name(number)}.arrows").read_bytes()
+        start = place[1] if number == place[0] else 0
+        for record in CommitRecord.find(memoryview(raw)[start:]):
+            if record.journal_id == header.journal_id and _proves(record, place, number, raw, tail):
+                raise JournalCorrupt(
+                    f"{where} is damaged after byte {place[1]}: "
+                    f"a later commit record (segment {number}, byte {record.at}) shows that it was committed",
+                    hint=remedy,
+                )
+
+
+def _proves(record: CommitRecord, place: tuple[int, int], number: int, raw: bytes, tail: Sequence[int]) -> bool:
+    """Whether a record beyond `place` shows that the bytes at `place` were committed once."""
+    if not record.committed:
+        return False
+    if (record.group_segment, record.group_offset) > place:
+        return True
+    frame = next(frames(pa.py_buffer(raw[record.at :]), record.at), None)
+    return frame is None or frame.end < len(raw) or tail[-1] > number
+
+
+def _cut(segments: Path, tail: Sequence[int], good: Point | None) -> None:
+    """Remove every byte after the last good record, whole segments included, last one first."""
+    beyond = [number for number in tail if good is None or number > good.number]
+    for number in reversed(beyond):
+        for ending in (".arrows", ".idx", ".cuts"):
+            remove_file(segments / (segment_name(number) + ending))
+    if beyond:
+        sync_directory(segments)
+    if good and (segments / f"{segment_name(good.number)}.arrows").stat().st_size > good.offset:
+        fd = os.open(segments / f"{segment_name(good.number)}.arrows", os.O_WRONLY)
+        try:
+            os.ftruncate(fd, good.offset)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _manifest(directory: Path, header: Header, names: Sequence[str], epoch: int) -> Manifest:
+    """The manifest, rebuilt from sealed segments if it is damaged or gone."""
+    try:
+        return Manifest.from_bytes((directory / MANIFEST).read_bytes())
+    except (FileNotFoundError, JournalCorrupt):
+        pass
+    found = [
+        sealed_entry(directory / "segments", segment_number(name), header.journal_id)
+        for name in names
+        if name.endswith(".sealed.arrows")
+    ]
+    entries = [entry for entry in found if entry is not None]
+    manifest = replace(Manifest().adding(*entries), version=epoch * 1_000_000)
+    manifest.save(directory)
+    return manifest
+
+
+def _check_closed(segments: Path, manifest: Manifest) -> None:
+    """Every closed segment must be there, whole, and follow the one before it."""
+    for before, entry in zip((None, *manifest.entries), manifest.entries, strict=False):
+        path = segments / f"{entry.name}.arrows"
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            raise JournalCorrupt(
+                f"{path} is missing: it holds seq {entry.first_seq} to {entry.last_seq}",
+                hint="restore the file, or re-base the stream",
+            ) from None
+        if size < entry.bytes:
+            raise JournalCorrupt(f"{path} has {size} of its {entry.bytes} bytes", hint="restore the file")
+        if before and before.last_seq + 1 != entry.first_seq:
+            raise JournalCorrupt(f"{path} starts at seq {entry.first_seq}, the one before ends at {before.last_seq}")
+
+
+def _remove_leftovers(segments: Path, manifest: Manifest, names: Sequence[str]) -> None:
+    """Remove what a sealing left behind that never got into the manifest, and half-written files."""
+    sealed = {entry.number for entry in manifest.entries if entry.sealed}
+    for name in names:
+        if name.endswith(".tmp") or (".sealed." in name and segment_number(name) not in sealed):
+            remove_file(segments / name)

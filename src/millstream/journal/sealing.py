@@ -1,0 +1,295 @@
+"""Sealing: a closed segment is written once more, its rows grouped by relation, in long runs.
+
+Decoding works on runs of one relation, and a mixed segment of small commits costs five times the
+bytes. It happens on a thread of its own beside capture, with memory for a few record batches,
+whatever the segment holds.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from millstream.errors import JournalCorrupt
+from millstream.failpoint import failpoint
+from millstream.journal.commit import SCHEMA_MESSAGE, CommitMessages
+from millstream.journal.files import disk_errors, open_file, remove_file, sync_directory, sync_file, write_all
+from millstream.journal.index import INDEX, Records, column, index_of, row_bytes
+from millstream.journal.manifest import Entry
+from millstream.journal.segment import End, Mark, commit_record, frames, record_batch, segment_name
+
+RUN_ROWS = 16 << 10
+RUN_BYTES = 8 << 20
+"""A run is one record batch of a sealed segment; a batch that ends inside one reads all of it."""
+
+
+class Cancelled(Exception):
+    """The writer is closing; the sealing is done again at its next opening."""
+
+
+class Sealer:
+    """Seals closed segments one after another on one thread. All methods are the writer thread's."""
+
+    def __init__(self, segments: Path, journal_id: str, epoch: int) -> None:
+        self._segments = segments
+        self._journal_id = journal_id
+        self._epoch = epoch
+        self._queue: deque[Entry] = deque()
+        self._done: Entry | None = None
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    @property
+    def backlog(self) -> int:
+        """Closed segments that are not sealed yet, the running one included."""
+        return len(self._queue)
+
+    def submit(self, *entries: Entry) -> None:
+        self._queue.extend(entries)
+
+    def start(self) -> None:
+        """Begin with the next one, unless one is running or finished and not collected."""
+        if self._queue and self._thread is None:
+            self._thread = threading.Thread(target=self._run, args=(self._queue[0],), name="millstream-sealing")
+            self._thread.start()
+
+    def collect(self, wait: bool = False) -> Entry | None:
+        """The sealed entry of a sealing that has ended, or None. Raises what it raised.
+
+        After an error (no room, say) the segment stays first in the queue for the next `start`.
+        """
+        if self._thread is None or (self._thread.is_alive() and not wait):
+            return None
+        self._thread.join()
+        self._thread = None
+        done, error = self._done, self._error
+        self._done = self._error = None
+        if error is not None:
+            raise error
+        self._queue.popleft()
+        return done
+
+    def close(self) -> None:
+        """Stop at the next step and wait for it."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _run(self, entry: Entry) -> None:
+        try:
+            self._done = seal(self._segments, entry, self._journal_id, self._epoch, self._stop)
+        except Exception as error:  # noqa: BLE001 - handed to the writer's thread, which raises it
+            self._error = error
+
+
+def seal(segments: Path, entry: Entry, journal_id: str, epoch: int, stop: threading.Event) -> Entry:
+    """Write the sealed form of a closed segment durably; it counts once it is in the manifest."""
+    target = segments / f"{segment_name(entry.number, sealed=True)}.arrows"
+    try:
+        sealed = _write_sealed(segments, entry, target, journal_id, epoch, stop)
+    except BaseException:
+        remove_file(target)
+        remove_file(target.with_suffix(".idx"))
+        raise
+    failpoint("journal.seal_written")
+    return sealed
+
+
+def _write_sealed(
+    segments: Path, entry: Entry, target: Path, journal_id: str, epoch: int, stop: threading.Event
+) -> Entry:
+    source = segments / f"{segment_name(entry.number)}.arrows"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    output = _Output(target)
+    try:
+        index = [np.zeros(0, INDEX)]
+        for batch in runs(source, entry, stop):
+            index.append(output.batch(batch))
+        raw = np.concatenate(index).tobytes()
+        end = End(entry.last_seq, entry.commit_position, entry.resume_position, entry.covered, entry.commit_ts_us)
+        mark = Mark(
+            number=entry.number,
+            first_seq=entry.first_seq,
+            last_seq=entry.last_seq,
+            length=output.length,
+            index_entries=len(raw) // INDEX.itemsize,
+            index_crc=zlib.crc32(raw),
+            cut_entries=entry.cut_entries,
+            cut_crc=entry.cut_crc,
+            row_bytes=entry.row_bytes,
+            first_commit_position=entry.first_commit_position,
+            min_ts_us=entry.min_ts_us,
+            max_ts_us=entry.max_ts_us,
+            last_cut=entry.last_cut,
+        )
+        record = commit_record(
+            mark,
+            end,
+            journal_id=journal_id,
+            epoch=epoch,
+            committed=True,
+            group=(entry.number, 0),
+            crc_from=0,
+            crc=output.crc,
+        )
+        output.write([CommitMessages().message(record)])
+        output.sync()
+        with disk_errors(target, "write the index"):
+            fd = open_file(target.with_suffix(".idx"), flags)
+            try:
+                write_all(fd, [raw])
+                sync_file(fd, target.with_suffix(".idx"))
+            finally:
+                os.close(fd)
+        sync_directory(segments)
+    finally:
+        output.close()
+    return replace(
+        entry,
+        epoch=epoch,
+        bytes=output.length,
+        index_entries=mark.index_entries,
+        index_crc=mark.index_crc,
+        sealed_at=time.time(),
+    )
+
+
+class _Output:
+    """The sealed file while it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with disk_errors(path, "write the sealed segment"):
+            self._fd = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        self.length = 0
+        self.crc = 0
+        self.write([SCHEMA_MESSAGE])
+
+    def batch(self, batch: pa.RecordBatch) -> Records:
+        message = batch.serialize()
+        index = index_of(batch, self.length, message.size, zlib.crc32(message))
+        self.write([message])
+        return index
+
+    def write(self, parts: list[Any]) -> None:
+        with disk_errors(self._path, "write the sealed segment"):
+            write_all(self._fd, parts)
+        for part in parts:
+            self.length += len(memoryview(part))
+            self.crc = zlib.crc32(part, self.crc)
+
+    def sync(self) -> None:
+        sync_file(self._fd, self._path)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Relations whose rows are gathered in one pass over the segment."""
+
+    relations: frozenset[int]
+    streamed: bool
+    """A single relation too large to gather: its runs are written as they fill."""
+
+
+def runs(source: Path, entry: Entry, stop: threading.Event) -> Iterator[pa.RecordBatch]:
+    """The rows of a closed segment as runs of one relation, in seq order inside a relation."""
+    raw = source.with_suffix(".idx").read_bytes()[: entry.index_entries * INDEX.itemsize]
+    if zlib.crc32(raw) != entry.index_crc:
+        raise JournalCorrupt(f"{source.with_suffix('.idx')} is damaged", hint="remove it: it is rebuilt")
+    index = np.frombuffer(raw, INDEX)
+    for group in _groups(index):
+        wanted = index[np.isin(index["relation"], list(group.relations))]
+        gathered: list[pa.RecordBatch] = []
+        size = 0
+        for batch in _matching(source, wanted, group.relations):
+            if stop.is_set():
+                raise Cancelled
+            gathered.append(batch)
+            size += batch.nbytes
+            if group.streamed and size >= RUN_BYTES:
+                yield from _cut_runs(pa.concat_batches(gathered))
+                gathered, size = [], 0
+        if gathered:
+            yield from _by_relation(pa.concat_batches(gathered))
+
+
+def _groups(index: Records) -> Iterator[_Group]:
+    """Relations in order of id, as many to a group as fit into memory together."""
+    relations = np.unique(index["relation"])
+    share = index["length"] * (index["rows"] / np.maximum(_rows_of_message(index), 1))
+    relations_of: list[int] = []
+    size = 0.0
+    for relation in relations:
+        weight = float(share[index["relation"] == relation].sum())
+        if weight > RUN_BYTES:
+            yield _Group(frozenset({int(relation)}), streamed=True)
+            continue
+        if relations_of and size + weight > RUN_BYTES:
+            yield _Group(frozenset(relations_of), streamed=False)
+            relations_of, size = [], 0.0
+        relations_of.append(int(relation))
+        size += weight
+    if relations_of:
+        yield _Group(frozenset(relations_of), streamed=False)
+
+
+def _rows_of_message(index: Records) -> Records:
+    """For each index record the number of rows in its whole message."""
+    _, inverse = np.unique(index["offset"], return_inverse=True)
+    return np.bincount(inverse, weights=index["rows"])[inverse]
+
+
+def _matching(source: Path, wanted: Records, relations: frozenset[int]) -> Iterator[pa.RecordBatch]:
+    """The rows of these relations, message by message, each message's CRC checked."""
+    _, first = np.unique(wanted["offset"], return_index=True)
+    keys = np.array(sorted(relations))
+    with disk_errors(source, "read the segment"), source.open("rb", buffering=1 << 20) as file:
+        for record in wanted[first]:
+            file.seek(int(record["offset"]))
+            data = file.read(int(record["length"]))
+            if zlib.crc32(data) != record["crc"]:
+                raise JournalCorrupt(
+                    f"{source} is damaged at byte {record['offset']}", hint="`millstream journal verify` shows all"
+                )
+            frame = next(frames(pa.py_buffer(data), int(record["offset"])))
+            yield _only(record_batch(frame, str(source)), keys)
+
+
+def _only(batch: pa.RecordBatch, keys: Records) -> pa.RecordBatch:
+    chosen = np.isin(column(batch, "relation"), keys)
+    return batch if chosen.all() else batch.take(pa.array(np.flatnonzero(chosen)))
+
+
+def _by_relation(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    relation = column(batch, "relation")
+    order = np.argsort(relation, kind="stable")
+    borders = np.flatnonzero(np.diff(relation[order])) + 1
+    for rows in np.split(order, borders):
+        yield from _cut_runs(batch.take(pa.array(rows)))
+
+
+def _cut_runs(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """Rows of one relation, cut at RUN_ROWS rows and about RUN_BYTES bytes."""
+    total = np.cumsum(row_bytes(batch))
+    start = 0
+    while start < len(batch):
+        before = int(total[start - 1]) if start else 0
+        end = int(np.searchsorted(total, before + RUN_BYTES, side="right"))
+        end = min(max(end, start + 1), start + RUN_ROWS, len(batch))
+        yield batch.slice(start, end - start)
+        start = end

@@ -1,0 +1,354 @@
+"""The one writer of a journal."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from millstream.errors import JournalError
+from millstream.failpoint import failpoint
+from millstream.journal.files import (
+    HEAD,
+    HEADER,
+    SEGMENTS,
+    disk_errors,
+    make_directory,
+    open_file,
+    remove_file,
+    replace_file,
+    sync_directory,
+)
+from millstream.journal.format import SEGMENT_BYTES, Head, Header
+from millstream.journal.lock import WriterLock, next_epoch
+from millstream.journal.manifest import Manifest
+from millstream.journal.pending import FLUSH_BYTES, Pending
+from millstream.journal.recovery import recover
+from millstream.journal.relations import RelationLog
+from millstream.journal.sealing import Sealer
+from millstream.journal.segment import segment_name
+from millstream.journal.tail import Tail
+from millstream.model import Relation
+from millstream.sources.base import Block
+
+
+def journal_exists(path: Path) -> bool:
+    """Whether a journal was created here, wholly: its header is the last thing `create` writes."""
+    return (path / HEADER).exists()
+
+
+class JournalWriter:
+    """Appends what capture hands over and makes it durable. One instance, one thread, one process.
+
+    Nothing is visible or promised before `commit` has returned. After JournalFull everything
+    appended since the last commit is gone, on disk and in memory: the caller connects again from
+    `end`, on the same writer, when there may be room. After any other error the writer is closed
+    and a new one opened.
+    """
+
+    def __init__(self, path: Path, lock: WriterLock, header: Header, *, segment_bytes: int, flush_bytes: int) -> None:
+        """Use `create` or `open`."""
+        self.path = path
+        self.header = header
+        self._lock = lock
+        self._segments = path / SEGMENTS
+        old = read_head(path)
+        self._epoch = next_epoch(path)
+        self._relations = RelationLog(path, old.relations_bytes if _same(old, header) and old else 0)
+        state = recover(path, header, old, self._epoch)
+        self._manifest = state.manifest
+        self._superseded = {
+            entry.number: entry.sealed_at
+            for entry in state.manifest.entries
+            if entry.sealed and (self._segments / f"{segment_name(entry.number)}.arrows").exists()
+        }
+        self._pending = Pending(state.end)
+        self._tail = Tail(
+            self._segments,
+            header.journal_id,
+            self._epoch,
+            mark=state.mark,
+            end=state.end,
+            segment_bytes=segment_bytes,
+        )
+        self._flush_bytes = flush_bytes
+        self._sealer = Sealer(self._segments, header.journal_id, self._epoch)
+        self._sealer.submit(*(entry for entry in state.manifest.entries if not entry.sealed))
+        with disk_errors(path / HEAD, "open the head"):
+            self._head_fd = open_file(path / HEAD, os.O_WRONLY | os.O_CREAT)
+        self.head = self._publish()
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        *,
+        source: str,
+        source_kind: str,
+        identity: Mapping[str, Any],
+        start_position: int,
+        first_seq: int = 1,
+        incarnation: int = 1,
+        segment_bytes: int = SEGMENT_BYTES,
+        flush_bytes: int = FLUSH_BYTES,
+    ) -> JournalWriter:
+        """Make a journal in an empty or missing directory and open it.
+
+        A re-based journal gets a higher `incarnation` and a `first_seq` above every seq that any
+        cursor or target of this source knows.
+        """
+        with disk_errors(path, "create the journal"):
+            make_directory(path)
+            strangers = {entry.name for entry in path.iterdir()} - {"writer.lock", "epoch", SEGMENTS, HEADER + ".tmp"}
+        if strangers:
+            raise JournalError(
+                f"cannot create a journal in {path}: it holds {', '.join(sorted(strangers)[:3])}",
+                hint="choose an empty directory, or open the journal that is there",
+            )
+        lock = WriterLock(path)
+        try:
+            header = Header(
+                journal_id=str(uuid.uuid4()),
+                incarnation=incarnation,
+                first_seq=first_seq,
+                start_position=start_position,
+                source=source,
+                source_kind=source_kind,
+                identity=dict(identity),
+                created_at=datetime.now(UTC).isoformat(),
+            )
+            with disk_errors(path, "create the journal"):
+                make_directory(path / SEGMENTS)
+                replace_file(path / HEADER, header.to_bytes())
+            failpoint("journal.created")
+            return cls(path, lock, header, segment_bytes=segment_bytes, flush_bytes=flush_bytes)
+        except BaseException:
+            lock.release()
+            raise
+
+    @classmethod
+    def open(cls, path: Path, *, segment_bytes: int = SEGMENT_BYTES, flush_bytes: int = FLUSH_BYTES) -> JournalWriter:
+        """Lock the journal, count a new epoch, recover, publish the head.
+
+        Raises JournalLocked (naming the owner), JournalCorrupt, JournalFull, or JournalError when
+        there is no journal or the directory cannot be written.
+        """
+        if not journal_exists(path):
+            raise JournalError(f"there is no journal in {path}", hint="create it first")
+        lock = WriterLock(path)
+        try:
+            return cls(path, lock, read_header(path), segment_bytes=segment_bytes, flush_bytes=flush_bytes)
+        except BaseException:
+            lock.release()
+            raise
+
+    @property
+    def end(self) -> int:
+        """J: capture starts from here, and nothing beyond it may ever be acknowledged."""
+        return self._tail.end.covered
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is anything that is appended and not committed: rows, or progress alone."""
+        return self._pending.since is not None
+
+    @property
+    def pending_since(self) -> float | None:
+        """`time.monotonic()` of the first append since the last commit."""
+        return self._pending.since
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of appended rows that are not committed; 0 while only progress is pending."""
+        return self._pending.bytes
+
+    def register(self, relation: Relation) -> int:
+        """The id of a description, from 1; the same content always gets the same id.
+
+        Durable before any row that refers to it.
+        """
+        return self._relations.register(relation)
+
+    def append(self, block: Block) -> None:
+        """Take over a block. Rows get their seqs; beyond `flush_bytes` they are written, not committed.
+
+        Raises JournalError for rows that do not follow what is there: positions that go back, a
+        relation that was never registered.
+        """
+        self._pending.add(block, self._relations.count)
+        failpoint("journal.appended")
+        if self._pending.full(self._flush_bytes):
+            try:
+                self._write_rows()
+                self._tail.flush()
+            except JournalError:
+                self._go_back()
+                raise
+            failpoint("journal.flushed")
+
+    def commit(self) -> Head | None:
+        """Make everything appended durable and visible, with one fsync.
+
+        None if there is nothing to commit or a transaction is still open. The caller decides how
+        often; progress alone is worth a commit now and then, not every time.
+        """
+        if not self.pending or self._pending.open_transaction:
+            return None
+        try:
+            self._relations.sync()
+            self._write_rows()
+            closed = self._tail.commit(self._pending.end)
+            if closed:
+                self._save_manifest(self._manifest.adding(*closed))
+                self._sealer.submit(*closed)
+        except JournalError:
+            self._go_back()
+            raise
+        self._tail.accept()
+        self._pending.clear()
+        self.head = self._publish()
+        failpoint("journal.head_published")
+        return self.head
+
+    def _write_rows(self) -> None:
+        """Write pending rows as record batches, rolling where a segment is full."""
+        for batch, open_end in self._pending.take():
+            if self._tail.full:
+                self._roll()
+            self._tail.write(batch, open_end)
+
+    def _roll(self) -> None:
+        """Close the full segment; the next write opens a new one.
+
+        One segment is written and one is sealed at a time: if sealing has not kept up, the roll
+        waits. A transaction over many segments leaves more to seal at once; then each roll waits
+        for two, so that the backlog shrinks and no single wait is long.
+        """
+        if not self._tail.at_commit:
+            self._tail.roll_inside()
+            failpoint("journal.rolled")
+            return
+        allowed = max(0, self._sealer.backlog - 2)
+        while self._sealer.backlog > allowed:
+            self._sealer.start()
+            self._collect(wait=True)
+        entry = self._tail.close_segment()
+        self._save_manifest(self._manifest.adding(entry))
+        self._tail.next_segment()
+        failpoint("journal.rolled")
+        self._sealer.submit(entry)
+        self._sealer.start()
+
+    def maintain(self) -> None:
+        """Start and collect background sealing. Cheap; call it on every turn of the loop.
+
+        Raises what a sealing raised: JournalFull (the same segment is tried again on the next
+        call) or JournalCorrupt.
+        """
+        if self._collect():
+            self.head = self._publish()
+        if self._tail.full and self._tail.at_commit and not self.pending and self._sealer.backlog == 0:
+            self._roll()
+            self.head = self._publish()
+        self._sealer.start()
+
+    def _collect(self, wait: bool = False) -> bool:
+        entry = self._sealer.collect(wait)
+        if entry is None:
+            return False
+        self._save_manifest(self._manifest.adding(entry))
+        self._superseded[entry.number] = entry.sealed_at
+        return True
+
+    def _save_manifest(self, manifest: Manifest) -> None:
+        manifest.save(self.path)
+        self._manifest = manifest
+        failpoint("journal.manifest_published")
+
+    def drop_superseded(self, planned_before: float) -> None:
+        """Remove open forms whose sealed form was in the manifest before this unix time.
+
+        The caller knows that no batch planned before that time is still running.
+        """
+        ready = [number for number, sealed_at in self._superseded.items() if sealed_at < planned_before]
+        for number in ready:
+            with disk_errors(self._segments, "remove a superseded segment"):
+                remove_file(self._segments / f"{segment_name(number)}.arrows")
+                remove_file(self._segments / f"{segment_name(number)}.idx")
+            del self._superseded[number]
+        if ready:
+            sync_directory(self._segments)
+            failpoint("journal.superseded_dropped")
+
+    def close(self) -> None:
+        """Commit what is whole, stop sealing, release the lock. Idempotent."""
+        if self._head_fd < 0:
+            return
+        try:
+            self.commit()
+        finally:
+            self._sealer.close()
+            self._tail.close()
+            self._relations.close()
+            os.close(self._head_fd)
+            self._head_fd = -1
+            self._lock.release()
+
+    def __enter__(self) -> JournalWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _go_back(self) -> None:
+        """Forget everything since the last commit, on disk and in memory."""
+        self._tail.go_back()
+        self._pending.reset(self._tail.end)
+
+    def _publish(self) -> Head:
+        mark, end = self._tail.mark, self._tail.end
+        head = Head(
+            journal_id=self.header.journal_id,
+            epoch=self._epoch,
+            seq=end.seq,
+            commit_position=end.commit_position,
+            resume_position=end.resume_position,
+            covered=end.covered,
+            commit_ts_us=end.commit_ts_us,
+            segment=segment_name(mark.number),
+            segment_first_seq=mark.first_seq,
+            segment_length=mark.length,
+            index_entries=mark.index_entries,
+            cut_entries=mark.cut_entries,
+            relations_bytes=self._relations.bytes,
+            manifest_version=self._manifest.version,
+            published_us=time.time_ns() // 1000,
+        )
+        with disk_errors(self.path / HEAD, "publish the head"):
+            os.pwrite(self._head_fd, head.to_bytes(), 0)
+        return head
+
+
+def read_header(path: Path) -> Header:
+    """The header of the journal in a directory of this host."""
+    return Header.from_bytes((path / HEADER).read_bytes())
+
+
+def read_head(path: Path) -> Head | None:
+    """The head of the journal in a directory of this host, None if it is gone or half written."""
+    try:
+        return Head.from_bytes((path / HEAD).read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def _same(head: Head | None, header: Header) -> bool:
+    return head is not None and head.journal_id == header.journal_id
