@@ -47,6 +47,8 @@ def _print_stream(stream: StreamStatus) -> None:
     source = stream.source
     out.print()
     out.print(Text.assemble(stream.name, "  ", (stream.state.value, _STYLES.get(stream.state.value, ""))))
+    if stream.silent:
+        out.print(f"  nothing was heard of it since {stream.reported_at:%Y-%m-%d %H:%M:%S} UTC", style="red")
     end = f"seq {source.end_seq:,} at {source.end_position}" if source.end_seq is not None else "empty"
     out.print(
         f"  source {source.name} ({source.kind}): capture {source.state}"

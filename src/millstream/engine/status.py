@@ -22,6 +22,9 @@ from millstream.model import Cursor, Json, StreamState
 from millstream.sources.postgres.lsn import format_lsn
 from millstream.state.base import Runtime, StateStore
 
+SILENCE = 60.0
+"""A running process writes its state every `checkpoint_interval`. Seconds after which it counts as stuck."""
+
 _POSITIONS = {"postgres": format_lsn}
 _ALIVE = (StreamState.CATCHING_UP, StreamState.RUNNING)
 
@@ -37,7 +40,7 @@ class CaptureReport:
     error: str | None = None
     hint: str | None = None
     source: Mapping[str, Any] = field(default_factory=dict)
-    """The last `Source.status()`."""
+    """What the capture process last said: its journal's end, and under `source` the last `Source.status()`."""
 
     def to_json(self) -> Json:
         return asdict(self)
@@ -114,11 +117,14 @@ class StreamStatus:
     targets: tuple[TargetStatus, ...]
     reported_at: datetime | None
     """When a process last said something of this stream."""
+    silent: bool
+    """A process holds the home, but has not said anything of a running stream for too long."""
 
     @property
     def healthy(self) -> bool:
-        """Whether changes flow: the stream, its capture and each of its targets are at work."""
-        return self.state in _ALIVE and all(target.state in _ALIVE for target in self.targets)
+        """Whether changes flow: the stream, its capture and each of its targets are at work, and say so."""
+        working = self.state in _ALIVE and all(target.state in _ALIVE for target in self.targets)
+        return working and not self.silent and self.source.error is None
 
 
 @dataclass(frozen=True)
@@ -181,15 +187,18 @@ def _stream(home: Home, store: StateStore, name: str, owner: Owner | None, now: 
         _target(target, runtimes.get(target["name"]), cursors.get(target["name"]), journal, owner, now)
         for target in definition["targets"]
     )
-    said = [runtime.updated_at for runtime in runtimes.values() if runtime.updated_at is not None]
+    reported_at = whole.updated_at if whole is not None else None
+    state = _whole_state(_state(whole, owner), targets)
+    patience = max(SILENCE, 10 * definition["checkpoint_interval_ms"] / 1000)
     return StreamStatus(
         name=name,
         mode=definition["mode"],
-        state=_whole_state(_state(whole, owner), targets),
+        state=state,
         tables=tuple(source["tables"]),
         source=_source(source, whole, journal, owner),
         targets=targets,
-        reported_at=max(said, default=None),
+        reported_at=reported_at,
+        silent=state in _ALIVE and reported_at is not None and (now - reported_at).total_seconds() > patience,
     )
 
 
@@ -224,10 +233,18 @@ def _source(source: Mapping[str, Any], runtime: Runtime | None, journal: _Journa
         end_seq=journal.seq,
         end_position=journal.text(journal.covered),
         last_commit_at=_time(journal.commit_ts_us),
-        retained_bytes=report.source.get("retained_bytes"),
+        retained_bytes=_retained(report.source.get("source") or {}),
         error=report.error or journal.error,
         hint=report.hint,
     )
+
+
+def _retained(source: Mapping[str, Any]) -> int | None:
+    """What the source says it keeps for us; else what lies between the end of its log and our last ack."""
+    if source.get("retained_bytes") is not None:
+        return int(source["retained_bytes"])
+    end, confirmed = source.get("log_end"), source.get("confirmed")
+    return None if end is None or confirmed is None else max(0, int(end) - int(confirmed))
 
 
 def _target(

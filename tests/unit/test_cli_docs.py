@@ -1,0 +1,54 @@
+"""The page on the command and the command itself say the same commands and options."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from millstream.cli.app import app
+
+PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
+
+
+def documented() -> dict[str, set[str]]:
+    """Command and its options, by the page's sections."""
+    found = {}
+    for part in re.split(r"^## millstream ", PAGE.read_text(), flags=re.MULTILINE)[1:]:
+        title, _, body = part.partition("\n")
+        command = re.sub(r" ?\[?[A-Z]{2,}\S*", "", title).strip()
+        found[command] = set(re.findall(r"^\| `(--[\w-]+)`", body, re.MULTILINE))
+    return found
+
+
+def built() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+
+    def visit(command: Any, path: tuple[str, ...]) -> None:
+        commands = getattr(command, "commands", None)
+        if commands is None:
+            options = [option for one in command.params for option in one.opts if option.startswith("--")]
+            found[" ".join(path)] = set(options) - {"--help"}
+            return
+        for name, one in commands.items():
+            visit(one, (*path, name))
+
+    visit(typer.main.get_command(app), ())
+    return found
+
+
+def test_each_command_and_option_is_documented_and_each_documented_one_exists() -> None:
+    assert documented() == built()
+
+
+def test_each_option_says_what_it_is_for() -> None:
+    def visit(command: Any) -> None:
+        for one in command.params:
+            assert getattr(one, "help", None), (command.name, one.name)
+        for inner in getattr(command, "commands", {}).values():
+            assert inner.help, inner.name
+            visit(inner)
+
+    visit(typer.main.get_command(app))
