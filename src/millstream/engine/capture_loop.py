@@ -12,6 +12,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from millstream.engine.backoff import Backoff
@@ -19,7 +20,7 @@ from millstream.engine.capture_order import CaptureOrder
 from millstream.engine.retained import SourceLog
 from millstream.errors import JournalFull, PreflightError, SourceHalted, SourceUnavailable
 from millstream.failpoint import failpoint
-from millstream.journal import JournalWriter
+from millstream.journal.writer import JournalWriter, journal_exists
 from millstream.model import AckPolicy, Json
 from millstream.observe import Event, Level
 from millstream.sources.base import Block, Severity, Source, SourceIdentity
@@ -32,8 +33,8 @@ PROGRESS_SECONDS = 1.0
 """How often a position without rows is made durable."""
 LOOK_SECONDS = 1.0
 """How often the source is asked how it is, and a full disk looked at."""
-FREE_BYTES = 16 << 20
-"""So much room must be there again before capture goes on after a full disk."""
+MORE_BYTES, ENOUGH_BYTES, RETRY_SECONDS = 1 << 20, 64 << 20, 30.0
+"""After a full disk capture goes on when there is so much more room, or so much, or so late in any case."""
 
 
 class Control:
@@ -59,11 +60,12 @@ class CaptureLoop:
     """Runs one source until it is told to stop."""
 
     def __init__(
-        self, order: CaptureOrder, open_source: Callable[[], Source], control: Control, report: Report
+        self, order: CaptureOrder, make: Callable[[Callable[[Event], None]], Source], control: Control, report: Report
     ) -> None:
+        """`make` opens the source; it is given the function that hears the source's events."""
         self._order = order
         self._spec = order.source
-        self._source = open_source()
+        self._source = make(self._heard)
         self._control = control
         self._report = report
         self._log = SourceLog(self._spec, self._event)
@@ -71,9 +73,8 @@ class CaptureLoop:
         self._state = "starting"
         self._acked = 0
         self._rows = 0
-        self._rows_since: float | None = None
-        self._bytes = 0
-        self._covered: int | None = None
+        self._open_transaction = False
+        self._was_full = False
         self._progress_at = float("-inf")
         self._looked_at = float("-inf")
         self._dropped_at = float("-inf")
@@ -97,56 +98,69 @@ class CaptureLoop:
 
     def _stream(self, writer: JournalWriter, backoff: Backoff) -> None:
         """Capture until told to stop, or until the connection is lost."""
-        self._forget_pending()
         self._source.check(_identity(writer), writer.end)
-        for block in self._source.capture(writer.end, writer.register):
-            if self._state != "running":
-                self._enter("running")
-                self._event("capture.running", f"capturing from {self._text(writer.end)}", position=writer.end)
-                backoff.reset()
-            self._append(writer, block)
-            if block.open_transaction:
-                continue
-            self._commit(writer, idle=block.rows is None)
-            self._acknowledge(writer)
-            self._look(writer)
-            writer.maintain()
-            self._drop_superseded(writer)
-            self._tell(writer)
-            if self._control.stopping.is_set():
-                self._enter("stopping")
-                self._commit(writer, now=True)
-                self._acknowledge(writer)
-                return
+        try:
+            for block in self._source.capture(writer.end, writer.register):
+                if self._state != "running":
+                    self._enter("running")
+                    self._event("capture.running", f"capturing from {self._text(writer.end)}", position=writer.end)
+                    backoff.reset()
+                self._append(writer, block)
+                if not block.open_transaction and self._between(writer, idle=block.rows is None):
+                    return
+        except SourceUnavailable:
+            self._settle()
+            raise
+
+    def _between(self, writer: JournalWriter, *, idle: bool) -> bool:
+        """Everything that is done between two transactions. True when it is time to stop."""
+        self._commit(writer, idle=idle)
+        self._acknowledge(writer)
+        self._look(writer)
+        writer.maintain()
+        self._drop_superseded(writer)
+        self._tell(writer)
+        if not self._control.stopping.is_set():
+            return False
+        self._enter("stopping")
+        self._commit(writer, now=True)
+        self._acknowledge(writer)
+        return True
+
+    def _settle(self) -> None:
+        """The connection is gone: keep what is whole, so that the journal's end is where to go on."""
+        if self._writer is None:
+            return
+        if self._open_transaction:
+            self._abandon()
+        elif self._writer.commit() is not None:
+            failpoint("capture.committed")
 
     def _append(self, writer: JournalWriter, block: Block) -> None:
         if block.rows is None and block.progress is None:
             return
         writer.append(block)
         failpoint("capture.block_appended")
+        self._open_transaction = block.open_transaction
         if block.rows is not None:
             self._rows += block.rows.num_rows
-            self._bytes += block.rows.nbytes
-            self._rows_since = self._rows_since or time.monotonic()
-        if block.progress is not None:
-            self._covered = block.progress
 
     def _commit(self, writer: JournalWriter, *, idle: bool = False, now: bool = False) -> None:
-        clock = time.monotonic()
-        if self._rows_since is not None:
-            due = idle or clock - self._rows_since >= COMMIT_SECONDS or self._bytes >= COMMIT_BYTES
-        else:
-            due = self._covered is not None and clock - self._progress_at >= PROGRESS_SECONDS
-        if not (due or now):
+        clock, since = time.monotonic(), writer.pending_since
+        if since is None:
             return
-        if writer.commit() is not None:
-            failpoint("capture.committed")
-            self._log.committed(writer.end)
-        self._forget_pending()
+        if writer.pending_bytes:
+            due = idle or clock - since >= COMMIT_SECONDS or writer.pending_bytes >= COMMIT_BYTES
+        else:
+            due = clock - self._progress_at >= PROGRESS_SECONDS
+        if not (due or now) or writer.commit() is None:
+            return
+        failpoint("capture.committed")
         self._progress_at = clock
-
-    def _forget_pending(self) -> None:
-        self._rows_since, self._bytes, self._covered = None, 0, None
+        self._log.committed(writer.end)
+        if self._was_full:
+            self._was_full = False
+            self._event("capture.disk_full_over", "there is room on the journal's disk again")
 
     def _acknowledge(self, writer: JournalWriter) -> None:
         """Never what is not durable in the journal; never back."""
@@ -177,7 +191,7 @@ class CaptureLoop:
     def _journal(self) -> JournalWriter:
         if self._writer is None:
             path = self._order.journal
-            self._writer = JournalWriter.open(path) if (path / "journal.json").exists() else self._create()
+            self._writer = JournalWriter.open(path) if journal_exists(path) else self._create()
             header = self._writer.header
             if (header.source, header.source_kind) != (self._spec.name, self._spec.kind):
                 raise SourceHalted(
@@ -195,6 +209,9 @@ class CaptureLoop:
                 f"targets of source {self._spec.name} have cursors, but there is no journal at {self._order.journal}",
                 hint="put the journal back, or begin a new one above all old seqs: millstream journal rebase",
             )
+        # Raises while the source cannot be reached, which preflight would report as a finding.
+        tables = [relation.table for relation in self._source.relations(self._spec.tables)]
+        self._event("capture.first_start", f"preparing to capture {len(tables)} tables", tables=tables)
         self._preflight()
         identity = self._source.prepare()
         start = identity.start
@@ -241,6 +258,7 @@ class CaptureLoop:
             "capture.unavailable",
             f"source {self._spec.name}: {lost.message}; trying again in {seconds:.1f} s",
             Level.WARNING,
+            error=type(lost).__name__,
             hint=lost.hint,
             retry_seconds=round(seconds, 3),
         )
@@ -249,17 +267,24 @@ class CaptureLoop:
     def _await_room(self, full: JournalFull) -> None:
         """Let go of the source while the disk is full; go on from the journal's end when it is not."""
         self._source.close()
-        self._abandon()
+        with contextlib.suppress(JournalFull):
+            self._settle()
+        self._was_full = True
         self._enter("waiting")
-        self._event("capture.disk_full", full.message, Level.ERROR, hint=full.hint or "make room on the journal's disk")
+        hint = full.hint or "make room on the journal's disk"
+        self._event("capture.disk_full", full.message, Level.ERROR, error=type(full).__name__, hint=hint)
+        before, deadline = self._free(), time.monotonic() + RETRY_SECONDS
         while not self._control.stopping.wait(LOOK_SECONDS):
-            if shutil.disk_usage(self._order.journal.parent).free >= FREE_BYTES:
-                self._event("capture.disk_full_over", "there is room on the journal's disk again")
+            free = self._free()
+            if free >= min(before + MORE_BYTES, ENOUGH_BYTES) or time.monotonic() >= deadline:
                 return
 
+    def _free(self) -> int:
+        return shutil.disk_usage(self._order.journal.parent).free
+
     def _abandon(self) -> None:
-        """Drop the writer; what it had not committed is cut when the journal is opened again."""
-        writer, self._writer = self._writer, None
+        """Drop the writer; a transaction that it had in part is cut when the journal is opened again."""
+        writer, self._writer, self._open_transaction = self._writer, None, False
         if writer is not None:
             with contextlib.suppress(JournalFull):
                 writer.close()
@@ -279,7 +304,7 @@ class CaptureLoop:
             self._tell(self._writer)
 
     def _tell(self, writer: JournalWriter | None) -> None:
-        said: Json = {"state": self._state, "rows": self._rows, "acked": self._acked, **self._log.to_json()}
+        said: Json = {**self._log.to_json(), "state": self._state, "rows": self._rows, "acked": self._acked}
         if writer is not None:
             said |= {
                 "journal_id": writer.header.journal_id,
@@ -291,6 +316,12 @@ class CaptureLoop:
         if said != self._said:
             self._said = said
             self._report.status(said)
+
+    def _heard(self, event: Event) -> None:
+        """What the source says while it prepares itself. Ends a wait that a stop should not wait for."""
+        self._report.event(replace(event, fields={"source": self._spec.name, **event.fields}))
+        if self._control.stopping.is_set():
+            raise SourceUnavailable("capture was told to stop")
 
     def _event(self, kind: str, message: str, level: Level = Level.INFO, **fields: object) -> None:
         self._report.event(Event(kind, message, level, fields={"source": self._spec.name, **fields}))

@@ -119,6 +119,8 @@ def listen(lines: Iterable[str], control: Control) -> None:
 
 def main() -> int:
     """Run until told to stop. Returns the exit code (see `capture_order`)."""
+    # pyarrow imports pandas at its first `pa.array`, if it can: 60 MB and half a second for nothing.
+    sys.modules.setdefault("pandas", None)  # type: ignore[arg-type]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = Control()
     signal.signal(signal.SIGTERM, lambda _signal, _frame: control.stopping.set())
@@ -133,7 +135,7 @@ def main() -> int:
 
 def _run(order: CaptureOrder, control: Control, voice: Voice) -> int:
     try:
-        CaptureLoop(order, lambda: open_source(order.source, order.journal / "spool"), control, voice).run()
+        CaptureLoop(order, lambda tell: open_source(order.source, order.journal / "spool", tell), control, voice).run()
     except MillstreamError as error:
         passes = error.transient or isinstance(error, JournalLocked)
         voice.event(

@@ -76,7 +76,8 @@ class SourceLog:
         self._remind(kept, limit, entered=not was)
 
     def to_json(self) -> Json:
-        return {"source": self._status, "over_limit": self.over_limit, "released": self.released}
+        """The source's own status, and what the limit did."""
+        return {**self._status, "over_limit": self.over_limit, "released": self.released}
 
     def _first_end(self, wanted: int, end: int) -> int:
         """The lowest remembered journal end that is enough, else the journal's end itself."""

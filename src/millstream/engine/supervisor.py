@@ -23,7 +23,6 @@ from millstream.observe import Event, Level, Observer
 
 HEALTHY_SECONDS = 30.0
 """A process that ran this long makes the next failure count as the first."""
-REMEMBERED_EVENTS = 50
 
 
 class Supervisor:
@@ -128,19 +127,14 @@ class Supervisor:
         while True:
             started = time.monotonic()
             code = self._run_once()
-            if code == HALTED:
-                self._finish("halted")
-                return
-            with self._changed:
-                if self._stopping or code == STOPPED:
-                    break
+            if code in (HALTED, STOPPED):
+                break
             if time.monotonic() - started >= HEALTHY_SECONDS:
                 backoff.reset()
-            self._rest(code, backoff.next())
-            with self._changed:
-                if self._stopping:
-                    break
-        self._finish("stopped")
+            if not self._rest(code, backoff.next()):
+                break
+        with self._changed:
+            self._set_state("halted" if code == HALTED else "stopped")
 
     def _run_once(self) -> int:
         process = subprocess.Popen(
@@ -190,8 +184,14 @@ class Supervisor:
         elif event.level >= Level.ERROR or event.kind == "capture.unavailable":
             self._error = _error(event)
 
-    def _rest(self, code: int, seconds: float) -> None:
-        self._restarts += 1
+    def _rest(self, code: int, seconds: float) -> bool:
+        """Wait before the next attempt. False when there shall be none."""
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            if self._stopping:
+                return False
+            self._restarts += 1
+            self._set_state("waiting")
         self._tell(
             Event(
                 "capture.restarting",
@@ -200,17 +200,12 @@ class Supervisor:
                 fields={"source": self._order.source.name, "code": code},
             )
         )
-        deadline = time.monotonic() + seconds
         with self._changed:
-            self._set_state("waiting")
             while not self._stopping and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             if not self._stopping:
                 self._set_state("starting")
-
-    def _finish(self, state: str) -> None:
-        with self._changed:
-            self._set_state(state)
+            return not self._stopping
 
     def _set_state(self, state: str) -> None:
         self._state = state

@@ -14,6 +14,7 @@ it takes no new connections, ours is given up.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import time
 from collections.abc import Iterator, Mapping
@@ -35,9 +36,11 @@ from millstream.sources.postgres.pgoutput import Keepalive, ProtocolError, frame
 RUN_BYTES = 2 << 20
 """A run of messages is handed on at this size,"""
 RUN_SECONDS = 0.01
-"""or this long after its first message,"""
+"""or this long after its first message."""
+QUIET_SECONDS = 0.015
+"""After rows, so long without a message means that the source is quiet: they can be committed."""
 IDLE_SECONDS = 0.1
-"""and without any message this often."""
+"""A source that stays quiet is heard of this often."""
 REPLY_SECONDS = 0.1
 """The shortest time between two status updates."""
 PROBE_SECONDS = 1.0
@@ -101,12 +104,15 @@ class Replication:
 
     def blocks(self) -> Iterator[Block]:
         """Blocks for ever, at least every 100 ms. Raises SourceUnavailable when the stream ends."""
+        wait = IDLE_SECONDS
         try:
             while True:
-                messages, sizes = self._read()
+                messages, sizes = self._read(wait)
                 if not messages:
+                    wait = IDLE_SECONDS
                     yield Block()
                 else:
+                    wait = QUIET_SECONDS
                     for block in self._assembler.feed(frame(messages, sizes)):
                         yield block
                         self.tell()
@@ -139,18 +145,21 @@ class Replication:
         if acknowledged:
             failpoint("capture.acked")
 
-    def close(self) -> None:
-        """Let go of the connection. Idempotent; what was not told is not acknowledged."""
+    def finish(self) -> None:
+        """Tell the last acknowledgement, if the connection still takes it, and let go of it."""
+        if self._acked > self._sent_ack:
+            with contextlib.suppress(SourceUnavailable):
+                self.tell(now=True)
         self._connection.finish()
 
     # -- reading -----------------------------------------------------------------------------
 
-    def _read(self) -> tuple[list[memoryview], list[int]]:
-        """The next run of messages; an empty one when none came in time."""
+    def _read(self, wait: float) -> tuple[list[memoryview], list[int]]:
+        """The next run of messages; an empty one when none came in `wait` seconds."""
         messages: list[memoryview] = []
         sizes: list[int] = []
         take, keep, measure = self._connection.get_copy_data, messages.append, sizes.append
-        until = time.monotonic() + IDLE_SECONDS
+        until = time.monotonic() + wait
         total = 0
         while total < RUN_BYTES:
             before, size = len(messages), 0

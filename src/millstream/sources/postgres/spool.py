@@ -24,12 +24,16 @@ from millstream.sources.base import CAPTURED
 class Spool:
     """Record batches of one transaction, in order. Not for threads."""
 
-    def __init__(self, directory: Path) -> None:
-        """Use `directory`, made if missing; whatever a killed process left in it is removed."""
+    def __init__(self, directory: Path | None) -> None:
+        """Use `directory`, made if missing; whatever a killed process left in it is removed.
+
+        None stands for the system's directory for temporary files.
+        """
         self._directory = directory
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for left in directory.iterdir():
-            left.unlink()
+        if directory is not None:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for left in directory.iterdir():
+                left.unlink()
         self._file: IO[bytes] | None = None
         self._writer: pa.ipc.RecordBatchStreamWriter | None = None
         self.batches = 0

@@ -1,0 +1,217 @@
+"""A Postgres database as a source: the capture side, put together from the modules beside this one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from psycopg.pq.abc import PGconn
+
+from millstream.model import Json, Relation, SourceSpec
+from millstream.observe import Event, Level
+from millstream.sources.base import Block, Finding, Registrar, Severity, SourceIdentity
+from millstream.sources.postgres import catalog
+from millstream.sources.postgres.assemble import Assembler
+from millstream.sources.postgres.capture import Replication
+from millstream.sources.postgres.checks import build_identity, check_before_start
+from millstream.sources.postgres.connection import Connection, command, connect, connect_replication, translated
+from millstream.sources.postgres.lsn import format_lsn
+from millstream.sources.postgres.membership import Publication
+from millstream.sources.postgres.options import PostgresOptions
+from millstream.sources.postgres.pgoutput import HEARTBEAT_PREFIX
+from millstream.sources.postgres.preflight import preflight
+from millstream.sources.postgres.publication import drift_error, sync_publications, watch_publications
+from millstream.sources.postgres.slot import ensure_slot, lock_source, slot_info
+from millstream.sources.postgres.spool import Spool
+
+WATCH_SECONDS: Final = 60.0
+"""How often the publications are compared with what they were."""
+STATUS_SECONDS: Final = 1.0
+"""A status is not asked again sooner than this."""
+
+Tell = Callable[[Event], None]
+"""Hears what a person should know while capture is being prepared. May raise to give up."""
+
+
+class PostgresSource:
+    """Implements `sources.base.Source`. Two connections: one for control, one for the log.
+
+    The control connection holds the lock that makes this the only capture of the source; what is
+    seen through it and through the other belongs together, so they are opened and closed together.
+    """
+
+    kind = "postgres"
+
+    def __init__(self, spec: SourceSpec, work: Path | None = None, tell: Tell | None = None) -> None:
+        """Check the options; connect to nothing. `work` is where large transactions wait."""
+        self._spec = spec
+        self._options = PostgresOptions.of(spec)
+        self._work = work
+        self._tell = tell or (lambda _: None)
+        self._control: Connection | None = None
+        self._stream: PGconn | None = None
+        self._replication: Replication | None = None
+        self._published: Mapping[str, Publication] | None = None
+        self._acked = 0
+        self._status: Json = {}
+        self._status_at = float("-inf")
+        self._watched_at = float("-inf")
+        self._heard_at = 0.0
+        self._heard = 0
+
+    # -- before capture ----------------------------------------------------------------------
+
+    def preflight(self) -> list[Finding]:
+        """Look at the database without changing it."""
+        return preflight(self._spec, self._options)
+
+    def relations(self, patterns: Sequence[str]) -> list[Relation]:
+        """The tables that the patterns name now."""
+        control, own = (self._control, False) if self._control else (connect(self._spec, self._options), True)
+        try:
+            return catalog.relations(control, patterns)
+        finally:
+            if own:
+                control.close()
+
+    def prepare(self) -> SourceIdentity:
+        """Publications first, then the slot, for a source that has no journal yet."""
+        control, stream = self._connections()
+        plan = sync_publications(control, self._spec.tables, self._options, first_start=True)
+        self._warn(plan.findings)
+        self._published = plan.publications
+        start = ensure_slot(
+            control, stream, self._options, publications_created=plan.created, on_wait=self._waits
+        ).consistent_point
+        identity = build_identity(control, stream, self._options, plan.publications, start)
+        return replace(identity, start=start)
+
+    def check(self, identity: SourceIdentity, end: int) -> None:
+        """Every way in which server and journal can have come apart; then the patterns as they are now."""
+        control, stream = self._connections()
+        check_before_start(control, stream, identity, end, self._options, expected=self._published)
+        if self._published is None:
+            plan = sync_publications(control, self._spec.tables, self._options, first_start=False)
+            self._warn(plan.findings)
+            self._published = plan.publications
+
+    # -- capture -----------------------------------------------------------------------------
+
+    def capture(self, start: int, register: Registrar) -> Iterator[Block]:
+        """Everything that commits after `start`. Call `check` for the same position first."""
+        control, stream = self._connections()
+        names = self._options.publications
+        assembler = Assembler(
+            start, lambda relation: register(catalog.enrich(control, relation, names)), Spool(self._work)
+        )
+        replication = Replication(stream, assembler, status_seconds=self._status_seconds(stream))
+        replication.acknowledge(self._acked)
+        replication.start(self._options.slot, start, self._options.plugin_options(stream.server_version))
+        self._replication = replication
+        self._watched_at = self._heard_at = time.monotonic()
+        self._heard = start
+        for block in replication.blocks():
+            yield block
+            if not block.open_transaction:
+                self._beat(control, assembler.received)
+                self._watch(control)
+
+    def ack(self, position: int) -> None:
+        """Acknowledge with the next status update, which is at most 100 ms away while capture runs."""
+        self._acked = max(self._acked, position)
+        if self._replication is not None:
+            self._replication.acknowledge(self._acked)
+
+    def status(self) -> Json:
+        """The server's log end and our slot, at most a second old."""
+        control, now = self._control, time.monotonic()
+        if control is not None and now - self._status_at >= STATUS_SECONDS:
+            self._status = self._ask(control)
+            self._status_at = now
+        return self._status
+
+    def format_position(self, position: int) -> str:
+        return format_lsn(position)
+
+    def close(self) -> None:
+        """Send the last acknowledgement if the connection still takes it, and let go of both."""
+        replication, self._replication = self._replication, None
+        stream, self._stream = self._stream, None
+        control, self._control = self._control, None
+        if replication is not None:
+            replication.finish()
+        elif stream is not None:
+            stream.finish()
+        if control is not None:
+            control.close()
+
+    # -- connections -------------------------------------------------------------------------
+
+    def _connections(self) -> tuple[Connection, PGconn]:
+        if self._control is not None and self._stream is not None:
+            return self._control, self._stream
+        self.close()
+        self._control = connect(self._spec, self._options)
+        lock_source(self._control, self._options.slot)
+        self._stream = connect_replication(self._spec, self._options)
+        return self._control, self._stream
+
+    def _status_seconds(self, stream: PGconn) -> float:
+        """Our interval, or a third of what the server waits for us, whichever is shorter."""
+        ((timeout,),) = command(stream, "SELECT setting FROM pg_settings WHERE name = 'wal_sender_timeout'")
+        wanted = self._options.status_interval
+        return min(wanted, int(timeout or 0) / 3 or wanted) / 1000
+
+    # -- between blocks ----------------------------------------------------------------------
+
+    def _beat(self, control: Connection, received: int) -> None:
+        """When nothing came for a while, write a small message, so that the slot can move on."""
+        now = time.monotonic()
+        if received > self._heard:
+            self._heard, self._heard_at = received, now
+        interval = self._options.heartbeat_interval / 1000
+        if interval == 0 or now - self._heard_at < interval:
+            return
+        self._heard_at = now
+        with translated("writing a heartbeat"):
+            control.execute("SELECT pg_logical_emit_message(false, %s, '')", (HEARTBEAT_PREFIX,))
+
+    def _watch(self, control: Connection) -> None:
+        now = time.monotonic()
+        if now - self._watched_at < WATCH_SECONDS or self._published is None:
+            return
+        self._watched_at = now
+        reasons = watch_publications(control, self._options, self._published)
+        if reasons:
+            raise drift_error(reasons, self._options)
+
+    def _ask(self, control: Connection) -> Json:
+        info = slot_info(control, self._options.slot)
+        with translated("asking for the end of the log"):
+            row = control.execute("SELECT (pg_current_wal_flush_lsn() - '0/0')::int8").fetchone()
+        said: Json = {"log_end": int(row[0]) if row else 0}
+        if info is not None:
+            said |= {
+                "slot": info.name,
+                "confirmed": info.confirmed_flush,
+                "safe_bytes": info.safe_wal_size,
+                "retained_bytes": info.retained_bytes,
+                "wal_status": info.wal_status,
+                "catalog_xmin_age": info.catalog_xmin_age,
+                "spill_bytes": info.spill_bytes,
+                "spill_transactions": info.spill_transactions,
+            }
+        return said
+
+    # -- telling -----------------------------------------------------------------------------
+
+    def _warn(self, findings: Sequence[Finding]) -> None:
+        for finding in findings:
+            if finding.severity is Severity.WARNING:
+                self._tell(Event("source.warning", finding.message, Level.WARNING, fields=finding.to_json()))
+
+    def _waits(self, message: str) -> None:
+        self._tell(Event("source.waiting", message, Level.WARNING))
