@@ -36,8 +36,8 @@ format: setup ## Put the code into its form
 	@$(PYTHON_IN_VENV) -m ruff check --fix
 	@$(PYTHON_IN_VENV) -m ruff format
 
-chaos: setup ## Kill processes at random, 30 rounds
-	@MILLSTREAM_CHAOS_ROUNDS=30 $(PYTHON_IN_VENV) -m pytest -s tests/chaos
+chaos: setup ## Kill at each failpoint alone, then 30 times at random
+	@MILLSTREAM_CHAOS_ROUNDS=30 MILLSTREAM_CHAOS_EACH=1 $(PYTHON_IN_VENV) -m pytest -s tests/chaos
 
 clean: ## Remove what set-up, tests and runs have left in this directory
 	rm -rf .venv .venv.lock .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist src/*.egg-info

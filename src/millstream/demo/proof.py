@@ -7,13 +7,24 @@ Beside the rows, the changelog itself is checked: no gap, no duplicate, transact
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psycopg
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from psycopg import sql
+
+from millstream.engine.home import Home
+from millstream.fold import fold, fold_with_spark
+from millstream.journal import JournalReader
+from millstream.model import Relation
+
+Fold = Callable[[Path, Sequence[str]], pa.Table]
+"""Folds the changelog of one table (its directory, its key) into the table's rows."""
 
 
 @dataclass(frozen=True)
@@ -82,3 +93,87 @@ def plain_rows(folded: pa.Table, columns: Sequence[str]) -> Iterator[dict[str, A
     for row in folded.to_pylist():
         special = dict(row.get("_ms_special") or ())
         yield {name: special.get(name, row[name]) for name in columns}
+
+
+def prove_with_spark(uri: str, home: Home, stream: str, path: Path) -> tuple[LogProof, list[TableProof]]:
+    """Prove the changelog below `path`, folding each table in Spark, in a session of its own."""
+    from millstream.spark.session import build_session
+
+    spark = build_session(home.spark_path, app_name="millstream-proof")
+
+    def folded(directory: Path, key: Sequence[str]) -> pa.Table:
+        changes = spark.read.option("mergeSchema", "true").parquet(str(directory))
+        return fold_with_spark(changes, key).toArrow()
+
+    try:
+        return _prove(uri, home, stream, path, folded)
+    finally:
+        spark.stop()
+
+
+def prove_locally(uri: str, home: Home, stream: str, path: Path) -> tuple[LogProof, list[TableProof]]:
+    """The same in this process, without Spark: for tests that prove many times."""
+    return _prove(uri, home, stream, path, lambda directory, key: fold(read_changes(directory), key))
+
+
+def read_changes(directory: Path) -> list[pa.Table]:
+    """Every Parquet file of one table. `ParquetFile` and not the directory: schemas may differ."""
+    return [pq.ParquetFile(file).read() for file in sorted(directory.glob("*.parquet"))]
+
+
+def _prove(uri: str, home: Home, stream: str, path: Path, folded: Fold) -> tuple[LogProof, list[TableProof]]:
+    directories = sorted(entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("_"))
+    log = check_log([changes for directory in directories for changes in read_changes(directory)])
+    relations = latest_relations(home, stream)
+    proofs = []
+    with psycopg.connect(uri, autocommit=True) as connection:
+        for table in _published(connection):
+            directory = path / table
+            if table in relations and directory in directories:
+                relation = relations[table]
+                columns = [column.name for column in relation.columns]
+                rows = plain_rows(folded(directory, relation.key), columns)
+                changes = sum(part.num_rows for part in read_changes(directory))
+                proofs.append(compare_table(connection, table, columns, rows, changes))
+            else:
+                source_rows = _count(connection, table)
+                proofs.append(TableProof(table, 0, source_rows, 0, missing=source_rows, extra=0))
+    return log, proofs
+
+
+def latest_relations(home: Home, stream: str) -> dict[str, Relation]:
+    """The newest description of each table that the journal knows."""
+    reader = JournalReader([str(home.journal_path(stream))])
+    return {relation.table: relation for _, relation in sorted(reader.relations().items())}
+
+
+def check_log(parts: Sequence[pa.Table]) -> LogProof:
+    """Look at all changes of all tables at once: seqs, event ids, transactions."""
+    names = ["_ms_seq", "_ms_event_id", "_ms_position", "_ms_tx_index"]
+    if not parts:
+        return LogProof(0, 0, 0, 0, 0, 0, 0)
+    log = pa.concat_tables([part.select(names) for part in parts])
+    counts = log.group_by("_ms_position").aggregate([("_ms_tx_index", "count"), ("_ms_tx_index", "max")])
+    whole = pc.equal(counts["_ms_tx_index_count"], pc.add(counts["_ms_tx_index_max"], 1))
+    seqs = pc.min_max(log["_ms_seq"]).as_py()
+    return LogProof(
+        changes=log.num_rows,
+        first_seq=seqs["min"],
+        last_seq=seqs["max"],
+        distinct_seqs=pc.count_distinct(log["_ms_seq"]).as_py(),
+        distinct_events=pc.count_distinct(log["_ms_event_id"]).as_py(),
+        transactions=counts.num_rows,
+        broken_transactions=counts.num_rows - pc.sum(whole).as_py(),
+    )
+
+
+def _count(connection: psycopg.Connection, table: str) -> int:
+    name = sql.SQL(".").join(map(sql.Identifier, table.split(".", 1)))
+    row = connection.execute(sql.SQL("SELECT count(*) FROM {}").format(name)).fetchone()
+    return int(row[0]) if row else 0
+
+
+def _published(connection: psycopg.Connection) -> list[str]:
+    """Every table of the shop, whether or not anything was delivered for it."""
+    found = connection.execute("SELECT schemaname || '.' || tablename FROM pg_tables WHERE schemaname = 'public'")
+    return sorted(name for (name,) in found.fetchall())

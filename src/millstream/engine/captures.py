@@ -1,0 +1,156 @@
+"""The captures of a run: one supervised process per source, and what is told to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from millstream.engine.capture_order import CaptureOrder
+from millstream.engine.commit import ack_position
+from millstream.engine.home import Home
+from millstream.engine.rebase import RebaseRequest, finish_rebase
+from millstream.engine.status import CaptureReport
+from millstream.engine.supervisor import Supervisor
+from millstream.errors import ConfigError, JournalMismatch, MillstreamError, SourceUnavailable
+from millstream.journal import JournalReader, check_cursor
+from millstream.model import SourceSpec, StreamSpec
+from millstream.observe import Observer
+from millstream.state.base import StateStore
+
+
+class Capture:
+    """One source: its process, its journal, and the streams that read it."""
+
+    def __init__(self, source: SourceSpec, home: Home, store: StateStore, observer: Observer) -> None:
+        self.source = source
+        self.streams: list[StreamSpec] = []
+        self._home = home
+        self._store = store
+        self._path: Path = home.journal_path(source.name)
+        self._reader = JournalReader([str(self._path)])
+        self._request = RebaseRequest.load(home, source.name)
+        self._observer = observer
+        self._supervisor: Supervisor | None = None
+        self.goal: int | None = None
+        """With `run --once`: the end of the source's log as it was when capture first saw it."""
+
+    @property
+    def locations(self) -> list[str]:
+        """Where readers find the journal."""
+        return [str(self._path)]
+
+    @property
+    def started(self) -> bool:
+        return self._supervisor is not None
+
+    @property
+    def error(self) -> MillstreamError | None:
+        """Why capture cannot go on without a person."""
+        return self._supervisor.error if self._supervisor and self._supervisor.state == "halted" else None
+
+    def check(self) -> None:
+        """Compare cursors and journal before capture can write a row into one that is not theirs."""
+        cursors = [cursor for stream in self.streams for cursor in self._store.cursors(stream.name)]
+        if (self._path / "journal.json").exists():
+            for cursor in cursors:
+                if self._request is None:
+                    check_cursor(self._reader, cursor)
+        elif cursors and self._request is None:
+            raise JournalMismatch(
+                f"targets of source {self.source.name} have cursors (up to seq {max(c.seq for c in cursors)}), "
+                f"but there is no journal at {self._path}",
+                hint="put the journal back, or begin a new one above all old seqs: "
+                f"millstream journal rebase {self.streams[0].name} --confirm",
+            )
+
+    def start(self) -> None:
+        """Start the process. Returns at once."""
+        expected = any(self._store.cursors(stream.name) for stream in self.streams)
+        order = CaptureOrder(self.source, self._path, expected, self._request.order if self._request else None)
+        self._supervisor = Supervisor(order, self._observer)
+        self._supervisor.start()
+
+    def await_first_word(self, seconds: float) -> None:
+        """Wait until the source has answered one way or the other, so that what is wrong is told at once."""
+        self._current().wait_for(
+            lambda it: "journal_id" in it.last_status or it.error is not None or it.state == "halted", seconds
+        )
+
+    def ready(self, *, once: bool) -> bool:
+        """Whether delivery can begin: the journal is there and, with `once`, holds what was committed at the start.
+
+        Raises what halted capture and, with `once`, what keeps it from the source.
+        """
+        if self.error is not None:
+            raise self.error
+        status = self._current().last_status
+        if once and isinstance(self._current().error, SourceUnavailable) and self.goal is None:
+            raise self._current().error or SourceUnavailable("the source cannot be reached")
+        if "journal_id" not in status:
+            return False
+        if self._request is not None:
+            finish_rebase(self._home, self._store, self._request, status["journal_id"])
+            self._request = None
+        if not once:
+            return True
+        if self.goal is None and status.get("state") == "running":
+            self.goal = status.get("log_end")
+        return self.goal is not None and int(status["end"]) >= self.goal
+
+    def acknowledge(self) -> None:
+        """Tell capture what all streams of this source have, by their policies."""
+        if self._request is not None or "journal_id" not in self._current().last_status:
+            return
+        header, head = self._reader.header(), self._reader.head()
+        positions = [
+            ack_position(
+                stream.commit,
+                stream.targets,
+                {cursor.target: cursor for cursor in self._store.cursors(stream.name)},
+                journal_id=header.journal_id,
+                head=head,
+                start_position=header.start_position,
+            )
+            for stream in self.streams
+        ]
+        self._current().send_ack(min(positions))
+
+    def release(self, planned_before: float) -> None:
+        """No running batch was planned before this Unix time."""
+        self._current().send_planned_before(planned_before)
+
+    def report(self) -> CaptureReport:
+        """What `millstream status` shows of the capture."""
+        supervisor = self._current()
+        error = supervisor.error
+        return CaptureReport(
+            state=supervisor.state,
+            pid=supervisor.pid,
+            restarts=supervisor.restarts,
+            error=error.message if error else None,
+            hint=error.hint if error else None,
+            source=supervisor.last_status,
+        )
+
+    def stop(self) -> None:
+        if self._supervisor is not None:
+            self._supervisor.stop()
+
+    def _current(self) -> Supervisor:
+        if self._supervisor is None:
+            raise RuntimeError("the capture was not started")
+        return self._supervisor
+
+
+def captures_of(streams: Sequence[StreamSpec], home: Home, store: StateStore, observer: Observer) -> list[Capture]:
+    """One capture per source name. Two streams may share a source if they describe it alike."""
+    captures: dict[str, Capture] = {}
+    for stream in streams:
+        capture = captures.setdefault(stream.source.name, Capture(stream.source, home, store, observer))
+        if capture.source != stream.source:
+            raise ConfigError(
+                f"streams {capture.streams[0].name} and {stream.name} describe source {stream.source.name} differently",
+                hint="give one of the sources another name",
+            )
+        capture.streams.append(stream)
+    return list(captures.values())

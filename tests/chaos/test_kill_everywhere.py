@@ -1,0 +1,112 @@
+"""Kill -9 at every durable step and at random moments; afterwards every row must be right."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.rig import Rig, failpoints, kill
+from tests.fixtures.postgres import Database
+
+pytestmark = [pytest.mark.chaos, pytest.mark.postgres, pytest.mark.spark, pytest.mark.timeout(900)]
+
+ROUNDS = int(os.environ.get("MILLSTREAM_CHAOS_ROUNDS", "3"))
+EACH = os.environ.get("MILLSTREAM_CHAOS_EACH") == "1"
+
+ELSEWHERE: dict[str, str] = {}
+"""Failpoints that a plain stream never passes, and the test that kills there instead."""
+
+PATIENCE = 240.0
+
+
+def reachable() -> list[str]:
+    return [name for name in failpoints() if name not in ELSEWHERE]
+
+
+def test_failpoint_names_are_unique() -> None:
+    names = failpoints()
+    assert len(names) == len(set(names))
+    assert len(names) >= 20
+    assert set(ELSEWHERE) <= set(names), "a stale exception"
+
+
+def run_until_fired(rig: Rig, names: list[str], state: Path, armed: str) -> None:
+    """Trade and let the engine die and come back until each of the failpoints has killed once."""
+    environment = {"MILLSTREAM_FAILPOINT": armed, "MILLSTREAM_FAILPOINT_STATE": str(state)}
+    rig.open(environment)
+
+    def missing() -> list[str]:
+        return [name for name in names if not (state / f"{name}.fired").exists()]
+
+    with rig.trading():
+        try:
+            rig.await_sight(lambda _: not missing(), "all kills", environment, PATIENCE)
+        except AssertionError as late:
+            raise AssertionError(f"never killed at {missing()}") from late
+        # Life must go on after the last kill, with the same processes.
+        seen = rig.watch.look().delivered
+        rig.await_sight(lambda sight: sight.delivered > seen, "delivery after the last kill", environment)
+
+
+def test_a_kill_at_every_durable_step_loses_and_doubles_nothing(tmp_path: Path, database: Database) -> None:
+    names = reachable()
+    state = tmp_path / "fired"
+    state.mkdir()
+    rng = random.Random(7)
+    # Steps of the very beginning are passed once; the others at least a few times, so die in the middle.
+    armed = ",".join(f"{name}:{1 if once(name) else rng.randint(2, 6)}" for name in names)
+    rig = Rig(tmp_path, database, seed=7)
+    run_until_fired(rig, names, state, armed)
+    rig.drain()
+    rig.prove()
+
+
+def once(name: str) -> bool:
+    """Steps that a stream passes only once, or only when it starts."""
+    return name.rpartition(".")[2] in {
+        "created", "publication_created", "slot_created", "journal_created", "epoch_opened", "recovered",
+        "relation_written", "seal_written", "manifest_published", "superseded_dropped", "rolled", "spooled",
+    }  # fmt: skip
+
+
+@pytest.mark.skipif(not EACH, reason="one engine per failpoint takes long: `make chaos` runs it")
+@pytest.mark.parametrize("name", reachable())
+def test_a_kill_at_one_step_alone(tmp_path: Path, database: Database, name: str) -> None:
+    state = tmp_path / "fired"
+    state.mkdir()
+    rig = Rig(tmp_path, database, seed=hash(name) & 0xFFFF)
+    run_until_fired(rig, [name], state, f"{name}:{1 if once(name) else 3}")
+    rig.drain()
+    rig.prove()
+
+
+def test_random_kills_lose_and_double_nothing(
+    tmp_path: Path, database: Database, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seed = int(os.environ.get("MILLSTREAM_CHAOS_SEED") or random.SystemRandom().randrange(1 << 31))
+    with capsys.disabled():
+        print(f"\nchaos: seed {seed}, {ROUNDS} rounds (again with MILLSTREAM_CHAOS_SEED={seed})")
+    rng = random.Random(seed)
+    rig = Rig(tmp_path, database, seed)
+    rig.open()
+    tick = threading.Event()
+    victims = [*rng.sample(["capture", "driver", "worker", "postgres"], 4)] * (ROUNDS // 4 + 1)
+    rig.expect_outages()
+    with rig.trading():
+        for kind in victims[:ROUNDS]:
+            delivered = rig.watch.look().delivered
+            rig.await_sight(lambda sight, seen=delivered: sight.delivered > seen, f"delivery before {kind}")
+            tick.wait(rng.uniform(0.0, 1.5))
+            if kind == "postgres":
+                database.server.kill()
+                database.server.start()
+            elif (pid := rig.victim(kind)) is not None:
+                kill(pid)
+        delivered = rig.watch.look().delivered
+        rig.await_sight(lambda sight: sight.delivered > delivered + 1000, "delivery after the last kill")
+    rig.drain()
+    rig.prove()
