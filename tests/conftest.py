@@ -1,3 +1,3 @@
 """Shared fixtures. Each kind lives in a module of its own below tests/fixtures."""
 
-pytest_plugins = ["tests.fixtures.postgres"]
+pytest_plugins = ["tests.fixtures.postgres", "tests.fixtures.spark"]

@@ -1,1 +1,16 @@
+"""The targets there are, by kind."""
 
+from __future__ import annotations
+
+from millstream.errors import ConfigError
+from millstream.model import TargetSpec
+from millstream.targets.base import Target
+
+
+def open_target(spec: TargetSpec) -> Target:
+    """The target that a stream file describes. Raises ConfigError; connects to nothing yet."""
+    if spec.kind == "files":
+        from millstream.targets.files import FilesOptions, FilesTarget
+
+        return FilesTarget(FilesOptions.model_validate(dict(spec.options)))
+    raise ConfigError(f"target {spec.name}: there is no target of kind {spec.kind}")

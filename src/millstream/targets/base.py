@@ -52,6 +52,10 @@ class Capabilities:
     """Whether several tasks may stage one batch; else the whole batch is one task."""
 
 
+ASKING = 0
+"""The epoch of a context that is opened only to ask for the cursor: it takes nothing over and fences nobody."""
+
+
 @dataclass(frozen=True)
 class TargetContext:
     """Where a target stands: which stream, which journal, which delivery epoch."""
@@ -67,7 +71,7 @@ class TargetContext:
 
 @dataclass(frozen=True)
 class TargetCursor:
-    """The target's own word on how far it is."""
+    """The target's own word on how far it is. `epoch` is the highest that was ever opened on it."""
 
     journal_id: str
     epoch: int
@@ -116,7 +120,11 @@ class Target(Protocol):
     capabilities: Capabilities
 
     def open(self, context: TargetContext) -> None:
-        """Connect, create what is missing. Raises TargetUnavailable or TargetRefused."""
+        """Connect, create what is missing, fence lower epochs. Raises TargetUnavailable or TargetRefused.
+
+        May be called again, with another epoch: first with `ASKING`, since the epoch to deliver in
+        depends on what `cursor()` says, and again after every failure of the query.
+        """
 
     def cursor(self) -> TargetCursor | None:
         """How far the target itself is; None when it has nothing or keeps no cursor."""

@@ -1,0 +1,90 @@
+"""One batch as one Spark job: run it, gather the receipts, and see that they are complete."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pyspark.sql import DataFrame, Row
+
+import millstream.errors
+from millstream.errors import MillstreamError, TargetRefused, TargetUnavailable
+from millstream.model import Json, SeqRange
+from millstream.spark.stage import RECEIPT_DDL, StagePlan, stage_function
+from millstream.targets.base import Receipt
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """What the tasks of a batch staged."""
+
+    receipts: tuple[Receipt, ...]
+    skipped: int
+    """Rows that were left out on purpose: delivered in an earlier incarnation of the journal."""
+
+    @property
+    def rows(self) -> int:
+        return sum(receipt.rows for receipt in self.receipts)
+
+    @property
+    def bytes(self) -> int:
+        return sum(receipt.bytes for receipt in self.receipts)
+
+    @property
+    def tables(self) -> dict[str, int]:
+        """Rows per table."""
+        counts: Counter[str] = Counter()
+        for receipt in self.receipts:
+            counts[receipt.table] += receipt.rows
+        return dict(counts)
+
+
+def run_batch(frame: DataFrame, plan: StagePlan, span: SeqRange) -> BatchResult:
+    """Stage the slices in `frame` in one Spark job. Only receipts come back.
+
+    Seqs are dense, so a batch has exactly `end - start` rows: fewer or more receipts than that are
+    an error here, before anything is published.
+    """
+    rows = frame.mapInArrow(stage_function(plan), RECEIPT_DDL).collect()
+    result = collected(rows)
+    if result.rows + result.skipped != span.end - span.start:
+        raise TargetRefused(
+            f"{result.rows} rows were staged and {result.skipped} left out of the {span.end - span.start} "
+            f"from seq {span.start + 1} to {span.end}; nothing was published",
+            hint="run `millstream journal verify`",
+        )
+    return result
+
+
+def collected(rows: Sequence[Row]) -> BatchResult:
+    """Receipts from the rows of a job. Raises the error that a task named, the one that cannot be retried first."""
+    errors = [_error(json.loads(row["error"])) for row in rows if row["error"] is not None]
+    if errors:
+        raise min(errors, key=lambda error: error.transient)
+    receipts = tuple(
+        Receipt(
+            row["relation"],
+            row["table"],
+            row["rows"],
+            row["bytes"],
+            row["first_seq"],
+            row["last_seq"],
+            json.loads(row["detail"]),
+        )
+        for row in rows
+        if row["table"] is not None
+    )
+    return BatchResult(receipts, sum(row["skipped"] for row in rows))
+
+
+def _error(named: Json) -> MillstreamError:
+    kind = getattr(millstream.errors, named["kind"], None)
+    if isinstance(kind, type) and issubclass(kind, MillstreamError):
+        return kind(named["message"], hint=named["hint"])
+    message = f"a task failed: {named['message']}"
+    if named["kind"] in ("MemoryError", "ArrowMemoryError") or named.get("errno") in (errno.ENOSPC, errno.EDQUOT):
+        return TargetUnavailable(message)
+    return TargetRefused(message, hint="this is a defect in Millstream: please report it")

@@ -1,0 +1,332 @@
+"""Delivery of one stream to one target: a query of its own, with its own cursor, retries and failure.
+
+The batch function delivers everything and saves the cursor, or raises. It never swallows an
+interruption: Spark takes a return for success and would commit a batch that was not delivered.
+Retries live inside it and wait on an event that `stop` sets. Truth is the target's cursor, or the
+state store's for a target that keeps none; Spark's logs only schedule.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from py4j.protocol import Py4JError
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+
+from millstream.engine.backoff import Backoff
+from millstream.engine.batch import BatchResult, run_batch
+from millstream.engine.opening import Opened, Opening, from_micros
+from millstream.errors import JournalMismatch, MillstreamError, TargetError
+from millstream.failpoint import failpoint
+from millstream.model import Cursor, Json, SeqRange, StreamSpec, StreamState, TargetSpec
+from millstream.observe import Event, Level, Observer
+from millstream.spark.query import CheckpointUnusable, SliceQuery
+from millstream.spark.slices import SliceOptions
+from millstream.state.base import StateStore
+from millstream.targets.base import Target
+
+ONCE_PATIENCE = 60.0
+"""Seconds that a run with an end waits for a target that cannot be reached."""
+
+CursorCallback = Callable[[Cursor], None]
+
+
+class DeliveryStopped(Exception):
+    """Raised inside a batch when the query is asked to end: the batch is not delivered and comes again."""
+
+
+class DeliveryQuery:
+    """Delivers a stream's journal to one of its targets until it is stopped, fails for good, or (once) is done.
+
+    Threads: `start`, `stop` and `wait` may be called from any; batches run on Spark's; `on_cursor`
+    and the observer are called from those. `state`, `error`, `cursor` and `status()` can be read at
+    any time.
+    """
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        stream: StreamSpec,
+        target_spec: TargetSpec,
+        target: Target,
+        locations: Sequence[str],
+        store: StateStore,
+        checkpoint_root: Path,
+        observer: Observer,
+        *,
+        once: bool = False,
+        on_cursor: CursorCallback | None = None,
+    ) -> None:
+        self._spark = spark
+        self._stream = stream
+        self._spec = target_spec
+        self._target = target
+        self._observer = observer
+        self._once = once
+        self._on_cursor = on_cursor
+        self._store = store
+        self._opening = Opening(stream.name, target_spec.name, target, tuple(locations), store, checkpoint_root)
+        self._halt = threading.Event()
+        self._settled = threading.Event()
+        self._idle = threading.Condition()
+        self._in_batch = False
+        self._query: SliceQuery | None = None
+        self._opened: Opened | None = None
+        self._fatal: MillstreamError | None = None
+        self._distrust: str | None = None
+        self._thread = threading.Thread(
+            target=self._run, name=f"delivery-{stream.name}-{target_spec.name}", daemon=True
+        )
+        self.state = StreamState.CREATED
+        self.error: MillstreamError | None = None
+        self.planning_since = time.time()
+        """Unix time: no slice that was planned before is in use any more."""
+        self._retrying: str | None = None
+        self._counts = {"events": 0, "bytes": 0, "batches": 0, "last_batch_ms": 0}
+
+    # For the engine
+
+    @property
+    def cursor(self) -> Cursor | None:
+        """How far this target is."""
+        return self._store.get_cursor(self._stream.name, self._spec.name)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will come: stopped, failed, or (once) everything delivered."""
+        return self.state in (StreamState.STOPPED, StreamState.FAILED)
+
+    def status(self) -> Json:
+        """What `millstream status` shows of this target."""
+        cursor = self.cursor
+        return {
+            **self._counts,
+            "epoch": self._opened.epoch if self._opened else None,
+            "seq": cursor.seq if cursor else None,
+            "last_event": cursor.commit_ts.isoformat() if cursor and cursor.commit_ts else None,
+            "retrying": self._retrying,
+            "error": str(self.error) if self.error else None,
+        }
+
+    def start(self) -> None:
+        """Start, and return when the query plans its batches, has failed, or has to wait for its target."""
+        self._thread.start()
+        self._settled.wait()
+
+    def stop(self, *, drain: bool = True, timeout: float = 30.0) -> None:
+        """End the query; returns when it has ended. With `drain` a running batch gets `timeout` seconds to finish."""
+        self._halt.set()
+        if drain:
+            with self._idle:
+                self._idle.wait_for(lambda: not self._in_batch, timeout)
+        while self._thread.is_alive():
+            # A query that is just starting cannot be stopped yet: ask again until the thread is through.
+            if self._query is not None:
+                self._query.stop()
+            self._thread.join(0.1)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the query is `done`; False when time ran out."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    # The life of the query
+
+    def _run(self) -> None:
+        backoff = Backoff()
+        try:
+            while not self._halt.is_set() and self._run_query(backoff):
+                pass
+        except MillstreamError as failed:
+            self._fail(failed)
+        finally:
+            if self.state is not StreamState.FAILED:
+                self.state = StreamState.STOPPED
+            self._target.close()
+            self._settled.set()
+
+    def _run_query(self, backoff: Backoff) -> bool:
+        """Run one query to its end. Returns whether another one shall follow."""
+        try:
+            self._open()
+        except MillstreamError as failed:
+            if not failed.transient:
+                raise
+            return self._pause(backoff, failed)
+        query = self._query
+        assert query is not None  # noqa: S101 - _open has set it
+        failure = query.wait()
+        if self._halt.is_set() or (self._once and failure is None):
+            return False
+        if self._fatal is not None:
+            raise self._fatal
+        if self._distrust is not None:
+            return True
+        if self._counts["batches"]:
+            backoff.reset()
+        self._check_spark(failure)
+        if not query.reached_journal and backoff.attempts:
+            self._distrust = "Spark's checkpoint cannot be read"
+        return self._pause(backoff, failure)
+
+    def _open(self) -> None:
+        reason, self._distrust = self._distrust, None
+        opened = self._opening.open(reason)
+        self._opened = opened
+        if opened.reason is not None:
+            self._emit(
+                "delivery.epoch",
+                f"delivery epoch {opened.epoch} starts after seq {opened.start_seq}: {opened.reason}",
+                Level.INFO if opened.reason == "first start" else Level.WARNING,
+                {"epoch": opened.epoch, "start_seq": opened.start_seq, "reason": opened.reason},
+            )
+        parallel = self._spark.sparkContext.defaultParallelism if self._target.capabilities.parallel else 1
+        options = SliceOptions(opened.plan.locations, opened.start_seq, self._spec.limits, parallel, ready="")
+        name = f"{self._stream.name}/{self._spec.name}"
+        self._query = SliceQuery(self._spark, name, options, opened.checkpoint, self._on_batch, once=self._once)
+        self._query.start()
+        if not self._halt.is_set():
+            self.state = StreamState.RUNNING
+        self._settled.set()
+
+    def _check_spark(self, failure: Exception | None) -> None:
+        """A session whose JVM is gone cannot be retried on."""
+        try:
+            stopped = self._spark.sparkContext._jsc is None or self._spark.sparkContext._jsc.sc().isStopped()
+        except Py4JError:
+            stopped = True
+        if stopped:
+            raise TargetError("Spark has ended", hint="see spark.log in the home's spark directory") from failure
+
+    def _pause(self, backoff: Backoff, failure: Exception | None) -> bool:
+        """Wait before the next try. False when the query was stopped meanwhile."""
+        self._settled.set()
+        delay = backoff.next()
+        self._retry_event(failure, delay, backoff.attempts)
+        return not self._halt.wait(delay)
+
+    def _fail(self, failed: MillstreamError) -> None:
+        self.error = failed
+        self.state = StreamState.FAILED
+        fields = {"error": type(failed).__name__, "hint": failed.hint}
+        self._emit("delivery.failed", failed.message, Level.ERROR, fields)
+
+    # A batch, on Spark's thread
+
+    def _on_batch(self, frame: DataFrame, span: SeqRange) -> None:
+        with self._idle:
+            if self._halt.is_set():
+                raise DeliveryStopped
+            self._in_batch = True
+        try:
+            failpoint("delivery.batch_started")
+            self._deliver(frame, span)
+            self.planning_since = time.time()
+        except CheckpointUnusable as failed:
+            self._distrust = str(failed)
+            raise
+        except MillstreamError as failed:
+            self._fatal = failed
+            raise
+        finally:
+            with self._idle:
+                self._in_batch = False
+                self._idle.notify_all()
+
+    def _deliver(self, frame: DataFrame, span: SeqRange) -> None:
+        backoff = Backoff()
+        give_up = time.monotonic() + ONCE_PATIENCE if self._once else float("inf")
+        while not self._is_delivered(span):
+            try:
+                self._try(frame, span)
+                break
+            except (MillstreamError, PySparkException, Py4JError) as failed:
+                if self._halt.is_set():
+                    # Not an error of ours: Spark cancelled the job because we asked it to.
+                    raise DeliveryStopped from failed
+                if time.monotonic() >= give_up or not _is_transient(failed):
+                    raise
+                delay = backoff.next()
+                self._retry_event(failed, delay, backoff.attempts)
+                if self._halt.wait(delay):
+                    raise DeliveryStopped from failed
+        self._retrying = None
+
+    def _is_delivered(self, span: SeqRange) -> bool:
+        """Whether the batch is behind the cursor already. Raises if it does not start at the cursor."""
+        opened = self._current()
+        seq = self._opening.delivered_seq(opened)
+        if span.end <= seq:
+            return True
+        if span.start > seq:
+            raise JournalMismatch(
+                f"the next batch starts after seq {span.start}, but the target has only seq {seq}: rows would be lost",
+                hint="the target or the state store was replaced while the stream ran; restart the stream",
+            )
+        if span.start < seq:
+            raise CheckpointUnusable(f"a batch from {span.start} to {span.end} lies across the cursor at {seq}")
+        return False
+
+    def _try(self, frame: DataFrame, span: SeqRange) -> None:
+        started = time.monotonic()
+        opened = self._current()
+        result = run_batch(frame, opened.plan, span)
+        failpoint("delivery.staged")
+        cut = self._opening.cut(span.end)
+        self._target.publish(span, cut.resume_position, result.receipts)
+        failpoint("delivery.published")
+        cursor = self._opening.save(opened, span.end, cut.resume_position, from_micros(cut.commit_ts_us))
+        failpoint("delivery.cursor_saved")
+        self._account(span, result, cursor, time.monotonic() - started)
+
+    def _account(self, span: SeqRange, result: BatchResult, cursor: Cursor, seconds: float) -> None:
+        milliseconds = round(seconds * 1000)
+        counts = self._counts
+        self._counts = {
+            "events": counts["events"] + result.rows,
+            "bytes": counts["bytes"] + result.bytes,
+            "batches": counts["batches"] + 1,
+            "last_batch_ms": milliseconds,
+        }
+        fields = {
+            "start": span.start,
+            "end": span.end,
+            "rows": result.rows,
+            "bytes": result.bytes,
+            "skipped": result.skipped,
+            "ms": milliseconds,
+            "tables": result.tables,
+            "commit_ts": cursor.commit_ts.isoformat() if cursor.commit_ts else None,
+        }
+        self._emit("delivery.batch", f"{result.rows} rows up to seq {span.end}", Level.DEBUG, fields)
+        if self._on_cursor is not None:
+            self._on_cursor(cursor)
+
+    def _current(self) -> Opened:
+        assert self._opened is not None  # noqa: S101 - a batch runs only in an opened query
+        return self._opened
+
+    # What others see
+
+    def _retry_event(self, failure: Exception | None, delay: float, failures: int) -> None:
+        why = failure.message if isinstance(failure, MillstreamError) else _kind(failure)
+        self._retrying = why
+        fields = {"error": type(failure).__name__, "delay_ms": round(delay * 1000), "failures": failures}
+        self._emit("delivery.retry", f"{why}; trying again in {delay:.1f} s", Level.WARNING, fields)
+
+    def _emit(self, kind: str, message: str, level: Level, fields: Json) -> None:
+        self._observer.on_event(Event(kind, message, level, self._stream.name, self._spec.name, fields))
+
+
+def _is_transient(failed: Exception) -> bool:
+    """Our errors say it themselves. What Spark reports is a lost worker or executor: a task names its own errors."""
+    return failed.transient if isinstance(failed, MillstreamError) else True
+
+
+def _kind(failure: Exception | None) -> str:
+    """A stranger's error by its class alone: its words may hold a user's values."""
+    return "the query ended" if failure is None else f"Spark reported {type(failure).__name__}"

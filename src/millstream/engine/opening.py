@@ -1,0 +1,172 @@
+"""Opening a target for delivery: compare cursors and journal, choose the epoch, clean up, be ready."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from uuid import uuid4
+
+from millstream.engine.epochs import Decision, Situation, decide
+from millstream.errors import JournalMismatch
+from millstream.failpoint import failpoint
+from millstream.journal import Cut, JournalReader, check_cursor
+from millstream.journal.format import Header
+from millstream.model import Cursor
+from millstream.spark.stage import StagePlan
+from millstream.state.base import EpochRecord, StateStore
+from millstream.targets.base import ASKING, Target, TargetContext
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A target that is ready for batches of one epoch."""
+
+    header: Header
+    epoch: int
+    start_seq: int
+    """Where the epoch began: the start of Spark's batch 0."""
+    seq: int
+    """How far the target was when it was opened."""
+    reason: str | None
+    """Why this is a new epoch; None when the current one goes on."""
+    checkpoint: Path
+    plan: StagePlan
+
+
+class Opening:
+    """What a delivery knows of its target's cursor and epochs."""
+
+    def __init__(
+        self,
+        stream: str,
+        target_name: str,
+        target: Target,
+        locations: tuple[str, ...],
+        store: StateStore,
+        checkpoint_root: Path,
+    ) -> None:
+        self._stream = stream
+        self._name = target_name
+        self._target = target
+        self._locations = locations
+        self._store = store
+        self._root = checkpoint_root
+        self._journal = JournalReader(locations)
+
+    def open(self, distrust: str | None) -> Opened:
+        """Make the target ready. `distrust`: why the current epoch cannot go on, if so.
+
+        Raises JournalMismatch or OutOfRange before a row is written if cursor and journal do not
+        belong together; TargetUnavailable and TargetRefused as the target does.
+        """
+        header = self._journal.header()
+        current = self._store.current_epoch(self._stream, self._name)
+        decision = self._decide(header, current, distrust)
+        if decision.reason is not None:
+            self._open_epoch(header, decision)
+            current = self._store.current_epoch(self._stream, self._name)
+        assert current is not None  # noqa: S101 - it was there or has just been opened
+        context = self._open_target(header, decision.epoch)
+        self._target.recover(self._target.cursor())
+        plan = StagePlan(
+            self._locations, header.source_kind, context.event_prefix, decision.after_position, self._target.stager()
+        )
+        checkpoint = self._root / str(decision.epoch)
+        opened = Opened(header, decision.epoch, current.start_seq, decision.seq, decision.reason, checkpoint, plan)
+        self._save_opening(opened)
+        return opened
+
+    def delivered_seq(self, opened: Opened) -> int:
+        """The truth: how far the target is."""
+        own = self._target.cursor() if self._target.capabilities.keeps_cursor else self._saved()
+        return opened.seq if own is None or own.journal_id != opened.header.journal_id else own.seq
+
+    def cut(self, seq: int) -> Cut:
+        """The transaction end at `seq`."""
+        cut = self._journal.cut_at(seq)
+        if cut is None:
+            raise JournalMismatch(f"seq {seq} is not the end of a transaction in this journal")
+        return cut
+
+    def save(self, opened: Opened, seq: int, position: int, commit_ts: datetime | None) -> Cursor:
+        """Move the saved cursor."""
+        cursor = Cursor(self._stream, self._name, opened.header.journal_id, opened.epoch, seq, position, commit_ts)
+        self._store.save_cursor(cursor)
+        return cursor
+
+    def _saved(self) -> Cursor | None:
+        return self._store.get_cursor(self._stream, self._name)
+
+    def _decide(self, header: Header, current: EpochRecord | None, distrust: str | None) -> Decision:
+        saved = self._saved()
+        self._open_target(header, ASKING)
+        own = self._target.cursor()
+        decision = decide(
+            Situation(
+                header=header,
+                first_seq=self._journal.first_seq(),
+                saved=saved,
+                target=own,
+                keeps_cursor=self._target.capabilities.keeps_cursor,
+                epoch=current,
+                checkpoint_exists=current is not None and (self._root / str(current.epoch) / "offsets").is_dir(),
+            ),
+            distrust,
+        )
+        if saved is not None:
+            self._check(header, saved)
+        if own is not None:
+            self._check(header, Cursor(self._stream, self._name, own.journal_id, own.epoch, own.seq, own.position))
+        return decision
+
+    def _check(self, header: Header, cursor: Cursor) -> None:
+        """Compare a cursor with this journal. One before its first row has nothing from it to compare."""
+        if cursor.journal_id == header.journal_id and cursor.seq >= header.first_seq:
+            check_cursor(self._journal, cursor)
+
+    def _open_target(self, header: Header, epoch: int) -> TargetContext:
+        context = TargetContext(
+            self._stream, self._name, header.journal_id, header.event_prefix, epoch, run_id=uuid4().hex
+        )
+        self._target.open(context)
+        return context
+
+    def _open_epoch(self, header: Header, decision: Decision) -> None:
+        """Record the new epoch. Its checkpoint directory must not hold anything that an earlier life left there."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        for old in list(self._root.iterdir()):
+            if old.name.isdigit():
+                shutil.rmtree(old)
+        self._store.open_epoch(
+            EpochRecord(
+                stream=self._stream,
+                target=self._name,
+                epoch=decision.epoch,
+                journal_id=header.journal_id,
+                start_seq=decision.seq,
+                after_position=decision.after_position,
+                reason=decision.reason or "",
+                opened_at=datetime.now(UTC),
+            )
+        )
+        failpoint("delivery.epoch_opened")
+
+    def _save_opening(self, opened: Opened) -> None:
+        """Bring the saved cursor to the truth: it may be a batch behind, or belong to an epoch that is over."""
+        saved = self._saved()
+        journal = opened.header.journal_id
+        if saved is not None and (saved.journal_id, saved.epoch, saved.seq) == (journal, opened.epoch, opened.seq):
+            return
+        cut = self._journal.cut_at(opened.seq) if opened.seq >= opened.header.first_seq else None
+        if cut is not None:
+            self.save(opened, opened.seq, cut.resume_position, from_micros(cut.commit_ts_us))
+        else:
+            after = opened.plan.after_position
+            self.save(opened, opened.seq, opened.header.start_position if after is None else after, None)
+
+
+def from_micros(micros: int) -> datetime:
+    """A commit time of the journal as Python's."""
+    return datetime.fromtimestamp(micros / 1_000_000, UTC)

@@ -1,0 +1,156 @@
+"""Spark sessions as Millstream needs them.
+
+Much of what makes a session right must be there before its JVM starts, so a session is built in one
+place only. The JVM is a child of this process that ends when its standard input does: kill -9 of
+this process takes it along. Its output goes to files under `home_spark_dir`, never to the terminal.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pyspark
+from pyspark import SparkConf, SparkContext
+from pyspark.errors import PySparkException
+from pyspark.java_gateway import launch_gateway
+from pyspark.sql import SparkSession
+
+import millstream
+from millstream.errors import DependencyError
+from millstream.observe import Event, Level, Observer, Observers
+from millstream.spark.java import find_java
+
+_FOREIGN = ("SPARK_HOME", "SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED", "PYSPARK_GATEWAY_PORT")
+"""Variables that would make us run on somebody else's Spark."""
+
+_FILE_MANAGER = "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
+
+_LOG4J = """\
+status = error
+rootLogger.level = warn
+rootLogger.appenderRef.file.ref = file
+appender.file.type = RollingFile
+appender.file.name = file
+appender.file.fileName = {log}
+appender.file.filePattern = {log}.%i
+appender.file.layout.type = PatternLayout
+appender.file.layout.pattern = %d{{yyyy-MM-dd HH:mm:ss.SSS}} %p %c{{1}}: %m%n%ex
+appender.file.policies.type = Policies
+appender.file.policies.size.type = SizeBasedTriggeringPolicy
+appender.file.policies.size.size = 10MB
+appender.file.strategy.type = DefaultRolloverStrategy
+appender.file.strategy.max = 3
+"""
+
+
+def default_master() -> str:
+    """All cores twice over, because delivery tasks wait for disks, with task retries (plain `local[*]` has none)."""
+    return f"local[{max(4, 2 * (os.cpu_count() or 1))},4]"
+
+
+def build_session(
+    home_spark_dir: Path,
+    master: str | None = None,
+    app_name: str = "millstream",
+    extra_conf: Mapping[str, str] | None = None,
+    observer: Observer | None = None,
+) -> SparkSession:
+    """Start Spark for delivery, with everything it writes under `home_spark_dir`.
+
+    Changes this process's environment (Spark reads much of its set-up from there). Raises
+    DependencyError when there is no usable Java or the JVM does not start. There is one session per
+    process: a second call while one is active returns it.
+    """
+    active = SparkSession.getActiveSession()
+    if active is not None:
+        return active
+    master = master or default_master()
+    home = home_spark_dir.absolute()
+    (home / "tmp").mkdir(parents=True, exist_ok=True)
+    _set_environment(home, master, observer or Observers())
+    conf = SparkConf(loadDefaults=False)
+    conf.setAll(list(_configuration(home, master, app_name).items()))
+    conf.setAll(list((extra_conf or {}).items()))
+    _start_jvm(conf, home)
+    return SparkSession.builder.config(conf=conf).getOrCreate()
+
+
+def _set_environment(home: Path, master: str, observer: Observer) -> None:
+    own_home = str(Path(pyspark.__file__).parent)
+    for name in _FOREIGN:
+        value = os.environ.get(name)
+        if value and value != own_home:
+            del os.environ[name]
+            message = f"{name}={value} is ignored: Millstream runs on the pyspark of its own Python"
+            observer.on_event(Event("spark.environment_ignored", message, Level.WARNING, fields={"variable": name}))
+    os.environ["JAVA_HOME"] = str(find_java())
+    os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    os.environ["PYTHONPATH"] = _python_path()
+    os.environ["SPARK_WORKER_DIR"] = str(home / "work")
+    if master.startswith("local"):
+        os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
+
+
+def _python_path() -> str:
+    """PYTHONPATH with the directory that holds `millstream` in front, for a package that is not installed."""
+    package_root = str(Path(millstream.__file__).parent.parent)
+    rest = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part and part != package_root]
+    return os.pathsep.join([package_root, *rest])
+
+
+def _configuration(home: Path, master: str, app_name: str) -> dict[str, str]:
+    scratch = home / "tmp"
+    log4j = home / "log4j2.properties"
+    log4j.write_text(_LOG4J.format(log=home / "spark.log"))
+    conf = {
+        "spark.master": master,
+        "spark.app.name": app_name,
+        "spark.local.dir": str(scratch),
+        "spark.sql.warehouse.dir": str(home / "warehouse"),
+        "spark.driver.extraJavaOptions": f'"-Dlog4j2.configurationFile={log4j.as_uri()}" "-Djava.io.tmpdir={scratch}"',
+        "spark.sql.session.timeZone": "UTC",
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.log.structuredLogging.enabled": "false",
+        # A retried task stages under another name; a second copy at the same time would only cost.
+        "spark.speculation": "false",
+        "spark.python.daemon.module": "millstream.spark.daemon",
+        "spark.executorEnv.PYTHONPATH": os.environ["PYTHONPATH"],
+        # Each batch is one job of known shape: nothing to adapt, and adapting costs a second plan.
+        "spark.sql.adaptive.enabled": "false",
+        "spark.sql.adaptive.streaming.stateless.enabled": "false",
+        "spark.sql.streaming.checkpointFileManagerClass": _FILE_MANAGER,
+        "spark.sql.streaming.noDataMicroBatches.enabled": "false",
+        "spark.sql.streaming.minBatchesToRetain": "10",
+        # What a driver that lives for months remembers of its past.
+        "spark.sql.streaming.numRecentProgressUpdates": "5",
+        "spark.sql.streaming.ui.enabled": "false",
+        "spark.sql.ui.retainedExecutions": "10",
+        "spark.ui.retainedJobs": "50",
+        "spark.ui.retainedStages": "50",
+        "spark.ui.retainedTasks": "500",
+        "spark.worker.ui.retainedExecutors": "10",
+    }
+    if master.startswith("local"):
+        conf["spark.driver.host"] = conf["spark.driver.bindAddress"] = "127.0.0.1"
+    return conf
+
+
+def _start_jvm(conf: SparkConf, home: Path) -> None:
+    """Start the gateway ourselves, so that the JVM's own words go to a file and Ctrl-C stays with us."""
+    output = home / "jvm.out"
+    with output.open("wb") as sink:
+        try:
+            options = {"stdout": sink, "stderr": sink, "start_new_session": True}
+            gateway = launch_gateway(conf, options)  # type: ignore[no-untyped-call]
+        except PySparkException as failed:
+            lines = output.read_text(errors="replace").strip().splitlines()
+            said = lines[-1] if lines else "it said nothing"
+            raise DependencyError(
+                f"Spark's Java process did not start: {said}",
+                hint=f"see {output}; `millstream doctor` checks Java and memory",
+            ) from failed
+    SparkContext._ensure_initialized(gateway=gateway)

@@ -1,0 +1,217 @@
+"""The streaming source of a delivery query: its rows are slices of the journal.
+
+Spark asks three things of it, in a planning process of its own on the driver's host: where the
+epoch starts, how far the next batch goes, and which slices lie in between. All three are answered
+from the journal's durable files, so that a batch that is planned again after a crash is the same.
+
+Offsets are cursors, `{"seq": n}`: everything up to and including n. `commit` and `stop` are ignored
+on purpose: Spark calls them late or never, and the cursor is kept elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, SupportsTriggerAvailableNow
+from pyspark.sql.types import StructType
+
+from millstream.journal import JournalReader
+from millstream.journal.format import Slice
+from millstream.model import BatchLimits, SeqRange
+from millstream.spark.partition import share_out
+
+FORMAT = "millstream_slices"
+
+SLICES = pa.schema(
+    [
+        pa.field("relation", pa.int32()),
+        pa.field("schema_version", pa.int32()),
+        pa.field("segment", pa.string()),
+        pa.field("offset", pa.int64()),
+        pa.field("length", pa.int64()),
+        pa.field("rows", pa.int64()),
+        pa.field("first_seq", pa.int64()),
+        pa.field("last_seq", pa.int64()),
+        pa.field("batch_start", pa.int64()),
+        pa.field("batch_end", pa.int64()),
+        pa.field("journal_id", pa.string()),
+        pa.field("epoch", pa.int64()),
+        pa.field("crc", pa.int64()),
+    ]
+)
+"""One row per slice. `relation` is the id of a description, and a description is a table at one
+schema version: `schema_version` is the same number, for readers that look for it by that name."""
+
+_DDL = ", ".join(
+    f"{field.name} {'string' if field.type == pa.string() else 'int' if field.type == pa.int32() else 'bigint'}"
+    for field in SLICES
+)
+
+POLL = 0.02
+"""Seconds between two looks at the journal's head."""
+
+LONGEST_POLL = 1.0
+"""Seconds after which `latestOffset` answers even if nothing is due, so that Spark can stop the query."""
+
+
+@dataclass(frozen=True)
+class SliceOptions:
+    """Everything the planning process must know, carried in one option of the source."""
+
+    locations: tuple[str, ...]
+    start_seq: int
+    limits: BatchLimits
+    parallelism: int
+    ready: str
+    """A file that is made once the planning process answers: before that no other query may start."""
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str) -> SliceOptions:
+        value = json.loads(text)
+        return cls(
+            **{**value, "locations": tuple(value["locations"]), "limits": BatchLimits(**value["limits"])},
+        )
+
+
+def to_rows(slices: list[Slice], span: SeqRange) -> pa.RecordBatch:
+    """The slices as rows of the query."""
+    extra = {"batch_start": span.start, "batch_end": span.end}
+    rows = [{**asdict(s), **extra, "schema_version": s.relation} for s in slices]
+    return pa.RecordBatch.from_pylist(rows, schema=SLICES)
+
+
+def from_rows(rows: pa.RecordBatch) -> Iterator[tuple[Slice, SeqRange]]:
+    """The slices back from rows of the query, each with the range of its batch."""
+    for row in rows.to_pylist():
+        span = SeqRange(row.pop("batch_start"), row.pop("batch_end"))
+        row.pop("schema_version")
+        yield Slice(**row), span
+
+
+class Pacer:
+    """Decides when what is pending becomes a batch.
+
+    `max_ms` counts from the moment after which rows may have been pending, so rows that came while
+    the last batch ran have waited for its length already. Pure but for the clock it is handed.
+    """
+
+    def __init__(self, max_ms: int) -> None:
+        self._max = max_ms / 1000
+        self._waiting_since = float("-inf")
+
+    def clear(self, now: float) -> None:
+        """Nothing is pending at this moment."""
+        self._waiting_since = now
+
+    def due(self, now: float, *, full: bool) -> bool:
+        """Whether pending rows must go now."""
+        return full or now - self._waiting_since >= self._max
+
+
+class SlicePartition(InputPartition):
+    """The slices of one task."""
+
+    def __init__(self, slices: list[Slice], span: SeqRange) -> None:
+        super().__init__(None)
+        self.slices = slices
+        self.span = span
+
+
+class SliceReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """The planning side (one process per query) and, pickled, the reading side (tasks)."""
+
+    def __init__(self, options: SliceOptions) -> None:
+        self._options = options
+        self._journal = JournalReader(options.locations)
+        self._pacer = Pacer(options.limits.max_ms)
+        self._until: int | None = None
+
+    def initialOffset(self) -> dict[str, int]:
+        """The epoch's start: constant, whenever and however often Spark asks."""
+        return {"seq": self._options.start_seq}
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        """The limits are ours, not Spark's."""
+        return ReadAllAvailable()
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        """Deliver what is visible now and no more, without waiting for a batch to fill."""
+        head = self._journal.head()
+        self._until = head.seq if head else self._options.start_seq
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, int]:
+        """The end of the next batch, or `start` when none is due within `LONGEST_POLL` seconds."""
+        first = int(start["seq"])
+        deadline = time.monotonic() + LONGEST_POLL
+        while (end := self._next_end(first)) is None:
+            self._answered()
+            if self._until is not None or time.monotonic() >= deadline:
+                return {"seq": first}
+            time.sleep(POLL)
+        self._answered()
+        return {"seq": end}
+
+    def _next_end(self, start: int) -> int | None:
+        now = time.monotonic()
+        head = self._journal.head()
+        visible = head.seq if head else start
+        if self._until is not None:
+            visible = min(visible, self._until)
+        if visible <= start:
+            self._pacer.clear(now)
+            return None
+        limits = self._options.limits
+        planned = self._journal.plan_end(start, max_events=limits.max_events, max_bytes=limits.max_bytes)
+        if planned is None or not (self._until is not None or self._pacer.due(now, full=planned.full)):
+            return None
+        end = planned.end if self._until is None else min(planned.end, self._until)
+        if end >= visible:
+            self._pacer.clear(now)
+        return end
+
+    def _answered(self) -> None:
+        marker = Path(self._options.ready)
+        if not marker.exists() and marker.parent.exists():
+            marker.touch()
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
+        """The tasks of the batch. Pure: a batch that comes again after a crash gets the same rows."""
+        self._answered()
+        span = SeqRange(int(start["seq"]), int(end["seq"]))
+        runs = share_out(self._journal.slices(span), self._options.parallelism)
+        return [SlicePartition(run, span) for run in runs]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """The slices of one task, as they were planned."""
+        assert isinstance(partition, SlicePartition)  # noqa: S101 - for the type checker
+        yield to_rows(partition.slices, partition.span)
+
+    def commit(self, end: dict[str, Any]) -> None:
+        """Nothing: Spark says this only while it plans the batch after next."""
+
+    def stop(self) -> None:
+        """Nothing to let go of."""
+
+
+class SliceSource(DataSource):
+    """Spark's entry to the slices of a journal. Option `plan`: an encoded `SliceOptions`."""
+
+    @classmethod
+    def name(cls) -> str:
+        return FORMAT
+
+    def schema(self) -> str:
+        return _DDL
+
+    def streamReader(self, schema: StructType) -> SliceReader:
+        return SliceReader(SliceOptions.decode(self.options["plan"]))

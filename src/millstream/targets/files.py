@@ -1,0 +1,392 @@
+"""Target `files`: every change, in order, as files of a directory per table.
+
+    PATH/
+      schema.table/EPOCH-FIRST-LAST-RELATION.parquet   names sort in seq order; a file appears whole
+      _millstream/
+        owner.json               whose directory this is, and which run may write
+        lock                     held while the owner changes and while a batch is published
+        commits/END.json         one per batch, written last: a batch counts when this is there
+        staging/RUN/             what tasks write; nobody reads it
+
+Delivery *staged*. A batch's files are renamed into place, then its commit file is written: a reader
+that wants whole batches reads what commits list; one that reads a table's directory sees a batch a
+few milliseconds earlier and, after a crash, what the next `recover` takes away again.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import quote
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, Field
+
+from millstream.errors import TargetError, TargetRefused, TargetUnavailable
+from millstream.failpoint import failpoint
+from millstream.model import Json, Relation, SeqRange
+from millstream.targets.base import ASKING, Attempt, Capabilities, Delivery, Receipt, TargetContext, TargetCursor
+
+GROUP_ROWS = 131_072
+GROUP_BYTES = 32 << 20
+"""A row group is written when either is reached: the most a task holds of a file."""
+
+_OWN = "_millstream"
+_NAME = re.compile(r"(\d{6})-(\d{20})-(\d{20})-(\d{6})\.parquet")
+_PERMANENT = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
+
+
+class FilesOptions(BaseModel):
+    """Options of a target of kind `files`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: Path = Field(description="The directory to write to. One stream and target per directory.")
+    format: Literal["parquet"] = Field("parquet", description="The format of the files.")
+    compression: Literal["zstd", "snappy", "none"] = Field("zstd", description="How columns are compressed.")
+
+
+class FilesTarget:
+    """The driver side. See `targets.base.Target` for the contract."""
+
+    kind = "files"
+    capabilities = Capabilities(
+        delivery=Delivery.STAGED,
+        keeps_cursor=True,
+        needs_key=False,
+        writes_deletes=True,
+        evolves_schema=True,
+        parallel=True,
+    )
+
+    def __init__(self, options: FilesOptions) -> None:
+        self._options = options
+        self._root = options.path.absolute()
+        self._own = self._root / _OWN
+        self._context: TargetContext | None = None
+        self._cursor: TargetCursor | None = None
+        self._unsettled: list[Path] = []
+
+    def open(self, context: TargetContext) -> None:
+        with _as_target_errors(self._root):
+            for directory in (self._own / "commits", self._own / "staging"):
+                _make_directory(directory)
+            with self._locked():
+                self._check_ours(context)
+                if context.epoch != ASKING:
+                    self._take_over(context)
+                self._cursor = self._read_cursor()
+        self._context = context
+
+    def cursor(self) -> TargetCursor | None:
+        return self._cursor
+
+    def recover(self, cursor: TargetCursor | None) -> None:
+        """Remove other runs' staging, and files of batches whose commit was never written."""
+        run = self._opened().run_id
+        with _as_target_errors(self._root), self._locked():
+            self._check_owner()
+            for entry in list(os.scandir(self._own / "staging")):
+                if entry.name != run:
+                    shutil.rmtree(entry.path)
+            for leftover in list((self._own / "commits").glob("*.tmp")):
+                leftover.unlink()
+            for orphan in self._uncommitted(cursor.seq if cursor else None):
+                orphan.unlink()
+        failpoint("files.recovered")
+
+    def stager(self) -> FilesStager:
+        context = self._opened()
+        staging = self._own / "staging" / context.run_id
+        return FilesStager(str(staging), context.epoch, self._options.compression)
+
+    def publish(self, range: SeqRange, end_position: int, receipts: Sequence[Receipt]) -> None:
+        context = self._opened()
+        with _as_target_errors(self._root), self._locked():
+            self._check_owner()
+            if self._cursor is not None and range.end <= self._cursor.seq:
+                return
+            self._check_follows(range)
+            self._remove_unsettled()
+            self._put_in_place(receipts)
+            failpoint("files.renamed")
+            self._write_commit(range, end_position, receipts)
+            self._unsettled = []
+            self._cursor = TargetCursor(context.journal_id, context.epoch, range.end, end_position)
+            failpoint("files.commit_written")
+            shutil.rmtree(self._own / "staging" / context.run_id, ignore_errors=True)
+
+    def close(self) -> None:
+        self._context = None
+
+    # Ownership
+
+    def _opened(self) -> TargetContext:
+        if self._context is None:
+            raise TargetRefused(f"{self._root} is not open")
+        return self._context
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        descriptor = os.open(self._own / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _owner(self) -> Json | None:
+        path = self._own / "owner.json"
+        return _read_json(path) if path.exists() else None
+
+    def _check_ours(self, context: TargetContext) -> None:
+        owner = self._owner()
+        if owner and (owner["stream"], owner["target"]) != (context.stream, context.target):
+            raise TargetRefused(
+                f"{self._root} belongs to target {owner['target']} of stream {owner['stream']}",
+                hint="give each target a directory of its own",
+            )
+
+    def _take_over(self, context: TargetContext) -> None:
+        owner = self._owner()
+        if owner and owner["epoch"] > context.epoch:
+            raise self._fenced(context.epoch, owner)
+        _write_whole(
+            self._own / "owner.json",
+            {"stream": context.stream, "target": context.target, "epoch": context.epoch, "run": context.run_id},
+        )
+
+    def _check_owner(self) -> None:
+        context = self._opened()
+        owner = self._owner()
+        if owner is None or owner["run"] != context.run_id:
+            raise self._fenced(context.epoch, owner)
+
+    def _fenced(self, epoch: int, owner: Json | None) -> TargetRefused:
+        by = f"epoch {owner['epoch']} has taken over" if owner else "its owner file is gone"
+        return TargetRefused(
+            f"{self._root}: delivery epoch {epoch} may not write any more, {by}",
+            hint="another process delivers this stream; let only one run",
+        )
+
+    # Commits
+
+    def _read_cursor(self) -> TargetCursor | None:
+        last = max((e.name for e in os.scandir(self._own / "commits") if e.name.endswith(".json")), default=None)
+        if last is None:
+            return None
+        commit = _read_json(self._own / "commits" / last)
+        owner = self._owner()
+        epoch = max(commit["epoch"], owner["epoch"] if owner else 0)
+        return TargetCursor(commit["journal_id"], epoch, commit["end"], commit["position"])
+
+    def _check_follows(self, range: SeqRange) -> None:
+        last = self._cursor
+        if last is None:
+            return
+        same_journal = last.journal_id == self._opened().journal_id
+        if range.start < last.seq or (same_journal and range.start != last.seq):
+            raise TargetRefused(
+                f"{self._root}: a batch that starts at seq {range.start} does not follow seq {last.seq}",
+                hint="the stream's state and this directory do not belong together",
+            )
+
+    def _put_in_place(self, receipts: Sequence[Receipt]) -> None:
+        directories = {self._root / receipt.detail["directory"] for receipt in receipts}
+        for directory in sorted(directories):
+            _make_directory(directory)
+        staging = self._own / "staging" / self._opened().run_id
+        for receipt in receipts:
+            final = self._root / receipt.detail["directory"] / receipt.detail["name"]
+            self._unsettled.append(final)
+            (staging / receipt.detail["staged"]).replace(final)
+        for directory in sorted(directories):
+            _sync_directory(directory)
+
+    def _write_commit(self, range: SeqRange, end_position: int, receipts: Sequence[Receipt]) -> None:
+        context = self._opened()
+        files = [
+            {
+                "path": f"{receipt.detail['directory']}/{receipt.detail['name']}",
+                "table": receipt.table,
+                "relation": receipt.relation,
+                "rows": receipt.rows,
+                "bytes": receipt.bytes,
+                "first_seq": receipt.first_seq,
+                "last_seq": receipt.last_seq,
+            }
+            for receipt in sorted(receipts, key=lambda r: (r.table, r.first_seq))
+        ]
+        commit = {
+            "stream": context.stream,
+            "target": context.target,
+            "journal_id": context.journal_id,
+            "epoch": context.epoch,
+            "start": range.start,
+            "end": range.end,
+            "position": end_position,
+            "committed_at": datetime.now(UTC).isoformat(),
+            "files": files,
+        }
+        _write_whole(self._own / "commits" / f"{range.end:020d}.json", commit)
+
+    def _remove_unsettled(self) -> None:
+        """What an earlier try of this batch put in place: the next try may cut its files differently."""
+        for path in self._unsettled:
+            path.unlink(missing_ok=True)
+        self._unsettled = []
+
+    def _uncommitted(self, seq: int | None) -> Iterator[Path]:
+        for table in os.scandir(self._root):
+            if table.name == _OWN or not table.is_dir():
+                continue
+            for entry in list(os.scandir(table.path)):
+                match = _NAME.fullmatch(entry.name)
+                if match and (seq is None or int(match[3]) > seq):
+                    yield Path(entry.path)
+
+
+@dataclass(frozen=True)
+class FilesStager:
+    """The executor side: writes one file per relation and task, under a name that no other try has."""
+
+    staging: str
+    epoch: int
+    compression: str
+
+    def stage(
+        self, relation: Relation, relation_id: int, batches: Iterator[pa.RecordBatch], attempt: Attempt
+    ) -> Sequence[Receipt]:
+        staged = f"{attempt.task_attempt}-{attempt.partition}-{relation_id}.parquet"
+        path = Path(self.staging) / staged
+        first = next(batches, None)
+        if first is None:
+            return []
+        with _as_target_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            written = self._write(path, first, batches)
+        failpoint("files.staged")
+        name = f"{self.epoch:06d}-{written.first_seq:020d}-{written.last_seq:020d}-{relation_id:06d}.parquet"
+        detail = {"staged": staged, "directory": directory_of(relation), "name": name}
+        return [
+            Receipt(
+                relation_id, relation.table, written.rows, written.bytes, written.first_seq, written.last_seq, detail
+            )
+        ]
+
+    def _write(self, path: Path, first: pa.RecordBatch, rest: Iterator[pa.RecordBatch]) -> _Written:
+        rows = 0
+        last = first
+        compression = None if self.compression == "none" else self.compression
+        with path.open("wb") as file:
+            with pq.ParquetWriter(file, first.schema, compression=compression) as writer:
+                for group in _groups(first, rest):
+                    writer.write_table(group)
+                    rows += group.num_rows
+                    last = group
+            file.flush()
+            os.fsync(file.fileno())
+            size = file.tell()
+        return _Written(rows, size, first.column("_ms_seq")[0].as_py(), last.column("_ms_seq")[-1].as_py())
+
+
+@dataclass(frozen=True)
+class _Written:
+    rows: int
+    bytes: int
+    first_seq: int
+    last_seq: int
+
+
+def _groups(first: pa.RecordBatch, rest: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+    waiting, rows, size = [first], first.num_rows, first.nbytes
+    for batch in rest:
+        if rows + batch.num_rows > GROUP_ROWS or size + batch.nbytes > GROUP_BYTES:
+            yield pa.Table.from_batches(waiting)
+            waiting, rows, size = [], 0, 0
+        waiting.append(batch)
+        rows += batch.num_rows
+        size += batch.nbytes
+    yield pa.Table.from_batches(waiting)
+
+
+def directory_of(relation: Relation) -> str:
+    """`schema.table` as a directory name: other characters percent-encoded, so that two tables never share one."""
+    name = f"{_encoded(relation.schema)}.{_encoded(relation.name)}"
+    if name[0] in "_.":
+        # Spark takes such names for hidden; our own directory begins with one.
+        name = f"%{ord(name[0]):02X}{name[1:]}"
+    if len(name.encode()) > 200:
+        digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+        name = f"{name.encode()[:180].decode(errors='ignore')}~{digest}"
+    return name
+
+
+def _encoded(part: str) -> str:
+    return "".join(c if c.isalnum() or c in "_-" else quote(c, safe="").replace(".", "%2E") for c in part)
+
+
+@contextmanager
+def _as_target_errors(where: Path) -> Iterator[None]:
+    """Turn what the file system says into a target's error: transient unless waiting cannot help."""
+    try:
+        yield
+    except OSError as failed:
+        code = errno.errorcode.get(failed.errno or 0, type(failed).__name__)
+        raise _target_error(failed, f"cannot write {where}: {code}") from failed
+
+
+def _target_error(failed: OSError, message: str) -> TargetError:
+    if failed.errno in _PERMANENT:
+        return TargetRefused(message, hint="check the directory's owner and rights")
+    if failed.errno in (errno.ENOSPC, errno.EDQUOT):
+        return TargetUnavailable(message, hint="make room on this disk; delivery goes on by itself")
+    return TargetUnavailable(message)
+
+
+def _make_directory(path: Path) -> None:
+    """Create a directory and make its name durable, parents included."""
+    if path.is_dir():
+        return
+    _make_directory(path.parent)
+    path.mkdir(exist_ok=True)
+    _sync_directory(path.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_whole(path: Path, value: Json) -> None:
+    """Write a JSON file that is either there whole, durably, or not at all."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    _sync_directory(path.parent)
+
+
+def _read_json(path: Path) -> Json:
+    try:
+        value: dict[str, Any] = json.loads(path.read_bytes())
+    except ValueError as damaged:
+        raise TargetRefused(f"{path} is damaged", hint="restore the directory from a copy") from damaged
+    return value

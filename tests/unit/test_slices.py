@@ -1,0 +1,101 @@
+"""When a batch is cut, and how slices travel as rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from millstream.journal.format import Slice
+from millstream.model import BatchLimits, SeqRange
+from millstream.spark.slices import Pacer, SliceOptions, SlicePartition, SliceReader, from_rows, to_rows
+from tests.fixtures.journals import Journal, shop_table
+
+
+def test_nothing_is_known_at_the_start_so_what_is_there_goes_at_once() -> None:
+    assert Pacer(5000).due(0.0, full=False)
+
+
+def test_pending_rows_wait_no_longer_than_max_ms() -> None:
+    pacer = Pacer(5000)
+    pacer.clear(10.0)
+    assert not pacer.due(14.9, full=False)
+    assert pacer.due(15.0, full=False)
+
+
+def test_a_full_batch_goes_at_once() -> None:
+    pacer = Pacer(5000)
+    pacer.clear(10.0)
+    assert pacer.due(10.0, full=True)
+
+
+def test_slices_travel_as_rows() -> None:
+    slices = [
+        Slice("j", 3, "00000001", 10, 20, 4_000_000_000, 7, 5, 11, 15),
+        Slice("j", 3, "00000002.sealed", 0, 1 << 40, 0, 8, 1, 1 << 40, 1 << 41),
+    ]
+    span = SeqRange(10, 1 << 42)
+    assert list(from_rows(to_rows(slices, span))) == [(one, span) for one in slices]
+
+
+def test_options_travel_as_text() -> None:
+    options = SliceOptions(("/a b", "s3://x"), 7, BatchLimits(1, 2, 3), 4, "/ready")
+    assert SliceOptions.decode(options.encode()) == options
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    made = Journal.create(tmp_path / "journal")
+    made.register(shop_table("orders", 1))
+    return made
+
+
+def reader(journal: Journal, start: int = 0, **limits: int) -> SliceReader:
+    bounds = BatchLimits(**{"max_ms": 0, "max_bytes": 1 << 30, "max_events": 1 << 30, **limits})
+    return SliceReader(SliceOptions(tuple(journal.locations), start, bounds, 4, str(journal.path / "ready")))
+
+
+def test_a_batch_starts_where_the_epoch_does(journal: Journal) -> None:
+    assert reader(journal, start=17).initialOffset() == {"seq": 17}
+
+
+def test_a_batch_ends_at_a_transaction(journal: Journal) -> None:
+    for _ in range(5):
+        journal.transaction([("public.orders", i, "x") for i in range(100)])
+    planning = reader(journal, max_events=250)
+    ends = [planning.latestOffset({"seq": start}, planning.getDefaultReadLimit()) for start in (0, 200, 400)]
+    assert ends == [{"seq": 200}, {"seq": 400}, {"seq": 500}]
+
+
+def test_a_transaction_larger_than_the_limits_is_one_batch(journal: Journal) -> None:
+    journal.transaction([("public.orders", i, "x") for i in range(100)])
+    planning = reader(journal, max_events=10, max_bytes=10)
+    assert planning.latestOffset({"seq": 0}, planning.getDefaultReadLimit()) == {"seq": 100}
+
+
+def test_nothing_due_is_the_start_again(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millstream.spark.slices.LONGEST_POLL", 0.05)
+    planning = reader(journal, max_ms=60_000)
+    assert planning.latestOffset({"seq": 0}, planning.getDefaultReadLimit()) == {"seq": 0}
+    journal.transaction([("public.orders", 1, "x")])
+    assert planning.latestOffset({"seq": 0}, planning.getDefaultReadLimit()) == {"seq": 0}
+
+
+def test_a_run_with_an_end_takes_what_was_there_at_its_start(journal: Journal) -> None:
+    journal.transaction([("public.orders", 1, "x")])
+    planning = reader(journal, max_ms=60_000)
+    planning.prepareForTriggerAvailableNow()
+    journal.transaction([("public.orders", 2, "x")])
+    assert planning.latestOffset({"seq": 0}, planning.getDefaultReadLimit()) == {"seq": 1}
+    assert planning.latestOffset({"seq": 1}, planning.getDefaultReadLimit()) == {"seq": 1}
+
+
+def test_the_same_range_has_the_same_slices_however_often_it_is_planned(journal: Journal) -> None:
+    journal.transaction([("public.orders", i, "x") for i in range(10)])
+    journal.transaction([("public.orders", i, "x") for i in range(10)])
+    planned = [reader(journal).partitions({"seq": 0}, {"seq": 20}) for _ in range(2)]
+    assert [vars(one) for one in planned[0]] == [vars(one) for one in planned[1]]
+    (only,) = planned[0]
+    assert isinstance(only, SlicePartition)
+    (rows,) = reader(journal).read(only)
+    assert sum(rows["rows"].to_pylist()) == 20
