@@ -128,9 +128,10 @@ def drift(expected: Publication, actual: Publication | None, gone: Collection[in
             if oid not in gone:
                 found.append(f"table {member.title} is no longer in publication {name}")
         elif now.entry != member.entry:
-            found.append(f"table {member.title} was taken out of publication {name} and put back")
-        elif (now.columns, now.filter) != (member.columns, member.filter):
-            found.append(f"column list or row filter of {member.title} in publication {name} has changed")
+            # A new list or filter always comes with a new entry; the reverse look would take a renamed column for one.
+            same = (now.columns, now.filter) == (member.columns, member.filter)
+            what = "was taken out and put back" if same else "has another column list or row filter"
+            found.append(f"table {member.title} {what} in publication {name}")
     found += [f"table {after[oid].title} was added to publication {name}" for oid in after if oid not in before]
     return found
 

@@ -161,6 +161,8 @@ def _with_suggestion(error: Any, known: list[str]) -> InitErrorDetails:
     if error["type"] == "extra_forbidden":
         near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
         text = "unknown key" + (f", did you mean {near[0]}?" if near else f"; known keys: {', '.join(known)}")
+    elif error["type"] == "string_pattern_mismatch":
+        text = "must be a name of at most 56 letters, digits and underscores (for a slot: lower case)"
     # The text goes in as a value: as a template, braces in it would be read as names.
     kind = PydanticCustomError(error["type"], "{text}", {"text": text.removeprefix("Value error, ")})
     return InitErrorDetails(type=kind, loc=error["loc"], input=error["input"])
