@@ -1,10 +1,13 @@
 """The journal: the ordered, durable log between capture and delivery. `format.py` draws it."""
 
 from millstream.journal.cursors import check_cursor
+from millstream.journal.describe import JournalSummary, SegmentSummary, describe, rows
 from millstream.journal.format import JOURNAL, Head, Header, Slice
 from millstream.journal.index import Cut
 from millstream.journal.reader import JournalReader, Planned
+from millstream.journal.rowcheck import Problem
 from millstream.journal.slices import open_slice
+from millstream.journal.verify import verify
 from millstream.journal.writer import JournalWriter, journal_exists
 
 __all__ = [
@@ -13,10 +16,16 @@ __all__ = [
     "Head",
     "Header",
     "JournalReader",
+    "JournalSummary",
     "JournalWriter",
     "Planned",
+    "Problem",
+    "SegmentSummary",
     "Slice",
     "check_cursor",
+    "describe",
     "journal_exists",
     "open_slice",
+    "rows",
+    "verify",
 ]

@@ -113,6 +113,42 @@ def sealed_parts(data: pa.Buffer, record: CommitRecord, where: str) -> tuple[Rec
     return np.concatenate(index), cuts_of(rows, record.last_cut != record.seq, 0)
 
 
+def derived_files_fit(segments: Path, entry: Entry) -> bool:
+    """Whether `.idx` and `.cuts` of a closed segment are there and long enough."""
+    sizes = {
+        f"{entry.name}.idx": entry.index_entries * INDEX.itemsize,
+        f"{segment_name(entry.number)}.cuts": entry.cut_entries * CUTS.itemsize,
+    }
+    paths = {segments / name: size for name, size in sizes.items()}
+    return all(path.exists() and path.stat().st_size >= size for path, size in paths.items())
+
+
+def rebuilt_entry(segments: Path, entry: Entry) -> Entry:
+    """The entry of a closed segment after its derived files were made again from its rows."""
+    path = segments / f"{entry.name}.arrows"
+    with pa.memory_map(str(path)) as source:
+        data = source.read_buffer(entry.bytes)
+        last = None
+        for frame in frames(data):
+            last = frame
+        record = last.record() if last is not None else None
+    if record is None:
+        raise JournalCorrupt(f"{path} does not end with a commit record", hint="restore the file")
+    if entry.sealed:
+        rebuilt = sealed_entry(segments, entry.number, record.journal_id)
+        if rebuilt is None:
+            raise JournalCorrupt(f"{path} is damaged", hint="restore the file")
+        return replace(rebuilt, sealed_at=entry.sealed_at)
+    mark = ensure_index(segments, entry.number, entry.bytes, record)
+    return replace(
+        entry,
+        index_entries=mark.index_entries,
+        index_crc=mark.index_crc,
+        cut_entries=mark.cut_entries,
+        cut_crc=mark.cut_crc,
+    )
+
+
 def _crc_of(path: Path, size: int) -> int | None:
     """The CRC of the first `size` bytes; None if there are fewer."""
     try:

@@ -23,7 +23,7 @@ from millstream.journal.files import disk_errors, remove_file, sync_directory
 from millstream.journal.format import Head, Header
 from millstream.journal.manifest import FILE as MANIFEST
 from millstream.journal.manifest import Manifest, entry_of
-from millstream.journal.rebuild import ensure_index, sealed_entry
+from millstream.journal.rebuild import derived_files_fit, ensure_index, rebuilt_entry, sealed_entry
 from millstream.journal.segment import End, Mark, frames, segment_name, segment_number
 
 
@@ -62,11 +62,22 @@ def end_of(manifest: Manifest, header: Header) -> End:
 def recover(directory: Path, header: Header, head: Head | None, epoch: int) -> Recovered:
     """Bring a journal that the caller has locked into a state that ends with a commit record."""
     segments = directory / "segments"
-    with disk_errors(segments, "read the segments"):
+    with disk_errors(segments, "recover the journal"):
         names = sorted(path.name for path in segments.iterdir())
-    manifest = _manifest(directory, header, names, epoch)
-    _check_closed(segments, manifest)
-    _remove_leftovers(segments, manifest, names)
+        manifest = _manifest(directory, header, names, epoch)
+        _check_closed(segments, manifest)
+        _remove_leftovers(segments, manifest, names)
+        manifest = _repair_closed(directory, manifest)
+        recovered = _recover_tail(directory, header, head, manifest, names, epoch)
+    failpoint("journal.recovered")
+    return recovered
+
+
+def _recover_tail(
+    directory: Path, header: Header, head: Head | None, manifest: Manifest, names: Sequence[str], epoch: int
+) -> Recovered:
+    """The segments that are not in the manifest: keep them up to the last good commit record."""
+    segments = directory / "segments"
     last = manifest.entries[-1].number if manifest.entries else 0
     tail = sorted(
         segment_number(name) for name in names if name == f"{name[:8]}.arrows" and segment_number(name) > last
@@ -77,17 +88,15 @@ def recover(directory: Path, header: Header, head: Head | None, epoch: int) -> R
     judge(segments, header, head, tail, good, end)
     _cut(segments, tail, good)
     if good is None:
-        failpoint("journal.recovered")
         return Recovered(manifest, Mark(last + 1, end.seq + 1, end.seq), end)
     last_of = {point.number: point for point in walked if point.number <= good.number}
-    marks = [
-        ensure_index(segments, number, last_of[number].offset, last_of[number].record) for number in sorted(last_of)
-    ]
+    last_of[good.number] = good
+    points = [last_of[number] for number in sorted(last_of)]
+    marks = [ensure_index(segments, point.number, point.offset, point.record) for point in points]
     if len(marks) > 1:
         closed = [entry_of(mark, End.of(last_of[mark.number].record), epoch) for mark in marks[:-1]]
         manifest = manifest.adding(*closed)
         manifest.save(directory)
-    failpoint("journal.recovered")
     return Recovered(manifest, marks[-1], end)
 
 
@@ -211,6 +220,17 @@ def _check_closed(segments: Path, manifest: Manifest) -> None:
             raise JournalCorrupt(f"{path} has {size} of its {entry.bytes} bytes", hint="restore the file")
         if before and before.last_seq + 1 != entry.first_seq:
             raise JournalCorrupt(f"{path} starts at seq {entry.first_seq}, the one before ends at {before.last_seq}")
+
+
+def _repair_closed(directory: Path, manifest: Manifest) -> Manifest:
+    """Rebuild derived files of closed segments that are missing or too short; what is in them is not read here."""
+    segments = directory / "segments"
+    repaired = [entry for entry in manifest.entries if not derived_files_fit(segments, entry)]
+    if not repaired:
+        return manifest
+    manifest = manifest.adding(*(rebuilt_entry(segments, entry) for entry in repaired))
+    manifest.save(directory)
+    return manifest
 
 
 def _remove_leftovers(segments: Path, manifest: Manifest, names: Sequence[str]) -> None:

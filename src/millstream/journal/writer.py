@@ -234,7 +234,7 @@ class JournalWriter:
         """
         if not self._tail.at_commit:
             self._tail.roll_inside()
-            failpoint("journal.rolled")
+            failpoint("journal.rolled_inside")
             return
         allowed = max(0, self._sealer.backlog - 2)
         while self._sealer.backlog > allowed:
