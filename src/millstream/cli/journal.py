@@ -11,7 +11,9 @@ import typer
 from millstream.cli.output import Home, Json, console, print_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
+
+    from rich.progress import Progress
 
     from millstream.journal import JournalReader
 
@@ -72,8 +74,9 @@ def verify(
 
     paths = _journals(home) if name is None else [_journal(home, name)]
     found: dict[str, list[str]] = {}
-    for path in _with_progress(paths):
-        found[path.name] = [str(problem) for problem in verify_journal(path)]
+    with _progress_bar() as bar:
+        for path in paths:
+            found[path.name] = [str(problem) for problem in verify_journal(path, _shown_by(bar, path.name))]
     if json:
         print_json({"ok": not any(found.values()), "problems": found})
     else:
@@ -131,9 +134,21 @@ def _reader(path: Path) -> JournalReader:
     return JournalReader([str(path)])
 
 
-def _with_progress(paths: list[Path]) -> Iterator[Path]:
-    """The paths, with a bar that counts them off on a terminal and nothing elsewhere."""
-    from rich.progress import track
+def _shown_by(bar: Progress, name: str) -> Callable[[int, int], None]:
+    task = bar.add_task(name, total=None)
+    return lambda done, all: bar.update(task, completed=done, total=all)
+
+
+def _progress_bar() -> Progress:
+    """A bar per journal with rate and time to go, on a terminal; nothing elsewhere."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     err = console(stderr=True)
-    yield from track(paths, "Reading", console=err, disable=not err.is_terminal, transient=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=err, disable=not err.is_terminal, transient=True)
