@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from millstream.cli.app import app
 from millstream.engine.home import Home
-from millstream.model import Column, Op, Relation
+from millstream.model import Column, Cursor, Op, Relation
 from millstream.sources.base import CAPTURED, Block
 from tests.fixtures.journals import Journal, shop_table
 from tests.fixtures.tuples import OID, delete, update
@@ -173,3 +173,28 @@ def test_verify_finds_a_whole_journal_whole_and_a_flipped_byte(home: Home) -> No
     assert found["ok"] is False
     assert segment.name in str(found["problems"]["shop"])
     assert millstream("journal", "verify", "shop", "--home", str(home.path)).exit_code == 1
+
+
+def test_rebase_says_what_it_would_do_and_does_it_only_when_confirmed(home: Home) -> None:
+    store = home.open_state()
+    store.put_stream("shop", {"name": "shop", "source": {"name": "shop"}})
+    store.save_cursor(Cursor("shop", "log", "j1", 1, 4, 1208))
+    store.save_cursor(Cursor("shop", "spare", "j1", 1, 90, 1108))
+    store.close()
+    asked = millstream("journal", "rebase", "shop", "--home", str(home.path))
+    assert asked.exit_code == 0
+    assert "first_seq: 91\n" in asked.stdout
+    assert asked.stdout.endswith("Nothing was done. Say it again with --confirm.\n")
+    assert (home.journal_path("shop") / "journal.json").exists()
+    done = millstream("journal", "rebase", "shop", "--confirm", "--json", "--home", str(home.path))
+    assert done.exit_code == 0
+    plan = json.loads(done.stdout)
+    assert (plan["first_seq"], plan["incarnation"], plan["start_position"]) == (91, 2, 1108)
+    assert not home.journal_path("shop").exists()
+
+
+def test_rebase_is_refused_while_a_process_runs(home: Home) -> None:
+    with home.lock():
+        result = millstream("journal", "rebase", "shop", "--confirm", "--home", str(home.path))
+    assert result.exit_code == 1
+    assert f"is in use by process {os.getpid()}" in result.stderr
