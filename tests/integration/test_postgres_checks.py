@@ -228,6 +228,14 @@ def test_publications_that_are_gone_or_new_or_changed_halt(control: Control) -> 
 # The server
 
 
+def test_two_connections_to_two_servers_are_noticed(database: Database, postgres16: EmbeddedPostgres) -> None:
+    database.sql("CREATE TABLE a (id int PRIMARY KEY)")
+    with opened_at(database) as control, opened(source_spec(postgres16.uri())) as other:
+        identity = control.prepare()
+        with pytest.raises(SourceUnavailable, match="reached different servers"):
+            replace(control, replication=other.replication).check(identity, identity.start)
+
+
 @pytest.fixture(params=[18, 16], ids=["pg18", "pg16"])
 def server(request: pytest.FixtureRequest, server_dir: Path) -> Iterator[EmbeddedPostgres]:
     with EmbeddedPostgres(server_dir / "first", request.param, TEST_SETTINGS) as made:

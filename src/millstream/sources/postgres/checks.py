@@ -92,12 +92,7 @@ def check_before_start(
     """
     facts = identity.facts
     _check_names(facts, options)
-    with translated("checking the source"):
-        if conn.execute("SELECT pg_is_in_recovery()").fetchone() == (True,):
-            raise SourceUnavailable(
-                "the server is a standby, which cannot be captured",
-                hint="name the primary in the uri, or all servers with ?target_session_attrs=read-write",
-            )
+    _check_server(conn, replication)
     system = identify(replication)
     _check_system(facts, system, _database_oid(conn))
     _check_timeline(facts, system, journal_end, replication)
@@ -121,6 +116,22 @@ def _check_names(facts: Mapping[str, Any], options: PostgresOptions) -> None:
             f"the journal was made from slot {facts['slot']} and publications {', '.join(facts['publications'])}, the "
             f"source now names slot {options.slot} and publications {', '.join(options.publications)}",
             hint="put the old names back, or re-base the stream (millstream journal rebase STREAM --confirm)",
+        )
+
+
+def _check_server(conn: Connection, replication: PGconn) -> None:
+    started = "SELECT pg_postmaster_start_time()::text, pg_is_in_recovery()::text"
+    with translated("checking the source"):
+        row = conn.execute(started.encode()).fetchone()
+    if [row] != command(replication, started):
+        raise SourceUnavailable(
+            "the two connections to the source reached different servers, or it was restarted in between",
+            hint="with several hosts in the uri, add ?target_session_attrs=read-write",
+        )
+    if row is not None and row[1] == "true":
+        raise SourceUnavailable(
+            "the server is a standby, which cannot be captured",
+            hint="name the primary in the uri, or all servers with ?target_session_attrs=read-write",
         )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 import select
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -108,11 +109,15 @@ def connect(spec: SourceSpec, options: PostgresOptions, *, application_name: str
 def connect_replication(spec: SourceSpec, options: PostgresOptions, *, application_name: str | None = None) -> PGconn:
     """A raw connection to a walsender of the database, with the same settings. Call `finish()` on it."""
     parameters = _parameters(spec, options, application_name) | {"replication": "database"}
-    connection = pq.PGconn.connect(make_conninfo("", **parameters).encode())
-    if connection.status != pq.ConnStatus.OK:
-        error = _refused(connection.get_error_message(), parameters)
-        connection.finish()
-        raise error
+    *others, last = _attempts(parameters)
+    for attempt in others:
+        try:
+            connection = _open(attempt, options.connect_timeout / 1000)
+            break
+        except SourceError:
+            continue
+    else:
+        connection = _open(last, options.connect_timeout / 1000)
     try:
         for statement in _timeouts(connection.server_version, "0"):
             command(connection, statement)
@@ -142,6 +147,41 @@ def command(
     state = _text(result.error_field(pq.DiagnosticField.SQLSTATE))
     message = _text(result.error_field(pq.DiagnosticField.MESSAGE_PRIMARY)) or "unknown error"
     raise translate(state, message, verb)
+
+
+def _attempts(parameters: Mapping[str, str]) -> list[dict[str, str]]:
+    """One set of parameters per host of the uri, so that each gets the whole time."""
+    lists = {name: parameters[name].split(",") for name in ("host", "hostaddr", "port") if name in parameters}
+    count = max((len(values) for values in lists.values()), default=1)
+    return [
+        {**parameters, **{name: values[number if len(values) > 1 else 0] for name, values in lists.items()}}
+        for number in range(count)
+    ]
+
+
+def _open(parameters: Mapping[str, str], seconds: float) -> PGconn:
+    """Libpq's own blocking call would hold up every thread of the process, so we wait in Python."""
+    connection = pq.PGconn.connect_start(make_conninfo("", **parameters).encode())
+    deadline = time.monotonic() + seconds
+    said = None
+    try:
+        turn = pq.PollingStatus.WRITING if connection.status != pq.ConnStatus.BAD else pq.PollingStatus.FAILED
+        while turn in (pq.PollingStatus.READING, pq.PollingStatus.WRITING):
+            # The socket can be another one after each step: libpq tries one address after the other.
+            ends = [connection.socket]
+            reading = turn == pq.PollingStatus.READING
+            left = deadline - time.monotonic()
+            if left <= 0 or not any(select.select(ends if reading else [], [] if reading else ends, [], left)):
+                said = "connection timeout expired"
+                break
+            turn = pq.PollingStatus(connection.connect_poll())
+    except (psycopg.Error, OSError) as error:
+        said = str(error)
+    if connection.status == pq.ConnStatus.OK and said is None:
+        return connection
+    refused = _refused(said or connection.get_error_message(), parameters)
+    connection.finish()
+    raise refused
 
 
 def _execute(connection: PGconn, statement: str, on_wait: Callable[[], None] | None) -> PGresult:
