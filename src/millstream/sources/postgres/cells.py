@@ -9,10 +9,12 @@ at a time, and no Python runs per row or per cell.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from millstream.errors import JournalCorrupt
 
@@ -37,6 +39,9 @@ class Message:
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self.buffer, np.uint8)
         self.begin: Ints = offsets[:-1] - base
         self.end: Ints = offsets[1:] - base
+        self.binary: pa.DataType = pa.binary() if end - base < _SMALL else pa.large_binary()
+        self._offset: type[np.int32 | np.int64] = np.int32 if end - base < _SMALL else np.int64
+        self._short = bool((self.end - self.begin < 256).all())
 
     def int32(self, at: Ints) -> npt.NDArray[np.uint32]:
         """The big-endian 32-bit numbers at these places, as they stand, aligned or not."""
@@ -45,33 +50,52 @@ class Message:
         return every[at]
 
     def int16(self, at: Ints) -> npt.NDArray[np.uint16]:
+        """The same for 16 bits."""
         places = max(0, len(self.bytes) - 1)
         every: npt.NDArray[np.uint16] = np.ndarray((places,), ">u2", self.buffer, strides=(1,))
         return every[at]
 
+    def lengths(self, at: Ints) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """The lengths of cells at these places. In rows this short all but the last byte are zero."""
+        return self.bytes[at + 3] if self._short else self.int32(at)
+
+    def bounds(self, columns: int, rows: int) -> npt.NDArray[np.signedinteger[Any]]:
+        """Room for the bounds of cells (and one more, see `gather`), as wide as the chunk needs."""
+        return np.empty((columns, 2 * rows + 1), self._offset)
+
 
 @dataclass
 class Cells:
-    """Kind, first byte and length of each cell, indexed by column and row. Not sent: length 0."""
+    """What each cell is, by column and row, and by column where the cells begin and end.
+
+    `bounds` has begin and end of the first row's cell, then of the second row's, and so on: they
+    only grow. A cell that was not sent has no bytes.
+    """
 
     kind: npt.NDArray[np.uint8]
-    start: Ints
-    length: Ints
+    bounds: npt.NDArray[np.signedinteger[Any]]
 
     @classmethod
-    def missing(cls, columns: int, begin: Ints) -> Cells:
-        """All NULL, each at a place inside its own row, so that places grow from row to row."""
-        shape = (columns, len(begin))
-        return cls(np.full(shape, NULL, np.uint8), np.broadcast_to(begin, shape).copy(), np.zeros(shape, np.int64))
+    def missing(cls, message: Message, columns: int) -> Cells:
+        """All NULL."""
+        rows = len(message.begin)
+        cells = cls(np.empty((columns, rows), np.uint8), message.bounds(columns, rows))
+        cells.drop(np.arange(rows), message.begin)
+        return cells
+
+    def drop(self, rows: Ints, begin: Ints) -> None:
+        """Make the cells of these rows NULL; `begin` is where the rows begin."""
+        self.kind[:, rows] = NULL
+        self.bounds[:, 2 * rows] = self.bounds[:, 2 * rows + 1] = begin
 
     def put(self, rows: Ints, other: Cells) -> None:
         """Take over the cells of `other` for these rows."""
         self.kind[:, rows] = other.kind
-        self.start[:, rows] = other.start
-        self.length[:, rows] = other.length
+        self.bounds[:, 2 * rows] = other.bounds[:, 0:-1:2]
+        self.bounds[:, 2 * rows + 1] = other.bounds[:, 1::2]
 
     def copy(self) -> Cells:
-        return Cells(self.kind.copy(), self.start.copy(), self.length.copy())
+        return Cells(self.kind.copy(), self.bounds.copy())
 
 
 def walk(message: Message, at: Ints, columns: int) -> tuple[Cells, Ints]:
@@ -82,49 +106,43 @@ def walk(message: Message, at: Ints, columns: int) -> tuple[Cells, Ints]:
     """
     if (message.int16(at) != columns).any():
         raise JournalCorrupt(f"a tuple does not have the {columns} columns of its relation")
-    shape = (columns, len(at))
-    cells = Cells(np.empty(shape, np.uint8), np.empty(shape, np.int64), np.empty(shape, np.int64))
+    cells = Cells(np.empty((columns, len(at)), np.uint8), message.bounds(columns, len(at)))
     at = at + 2
     for column in range(columns):
         kind = message.bytes[at]
         sent = kind == SENT
         if sent.all():
-            length = message.int32(at + 1)
             start = at + 5
+            at = start + message.lengths(at + 1)
         else:
             if not (sent | (kind == NULL) | (kind == UNCHANGED)).all():
                 raise JournalCorrupt("a tuple has a cell that is neither text, NULL nor unchanged")
-            length = np.zeros(len(at), np.uint32)
-            length[sent] = message.int32(at[sent] + 1)
             start = at + np.where(sent, 5, 1)
-        cells.kind[column], cells.start[column], cells.length[column] = kind, start, length
-        at = start + length
+            length = np.zeros(len(at), np.int64)
+            length[sent] = message.lengths(at[sent] + 1)
+            at = start + length
+        cells.kind[column] = kind
+        cells.bounds[column, 0:-1:2], cells.bounds[column, 1::2] = start, at
     return cells, at
 
 
 _evens: pa.Array = pa.array(np.arange(0, 1 << 15, 2, dtype=np.uint32))
 
 
-def gather(message: Message, start: Ints, length: Ints, sent: Bools | None) -> pa.Array:
+def gather(message: Message, bounds: npt.NDArray[np.signedinteger[Any]], sent: Bools | None) -> pa.Array:
     """The cells of one column as a binary array, NULL where not `sent` (None: all are).
 
-    Cells follow each other in the buffer, with other bytes between them. So an Arrow array over
-    that same buffer whose elements are cell, gap, cell, gap ... needs only its offsets written,
-    and taking every second element copies the cells at the speed of memory. The array has 32-bit
-    offsets unless the chunk is one row too large for them.
+    Cells follow each other in the buffer, with other bytes between them. So the bounds are the
+    offsets of an Arrow array over that same buffer whose elements are cell, gap, cell, gap ..., and
+    taking every second element copies the cells at the speed of memory.
     """
-    rows = len(start)
-    small = len(message.bytes) < _SMALL
-    offsets = np.empty(2 * rows + 1, np.int32 if small else np.int64)
-    offsets[0:-1:2] = start
-    offsets[1::2] = start + length
-    offsets[-1] = offsets[-2]
-    kind = pa.binary() if small else pa.large_binary()
-    both = pa.Array.from_buffers(kind, 2 * rows, [None, pa.py_buffer(offsets), message.buffer])
-    taken = both.take(_every_second(rows))
+    rows = len(bounds) // 2
+    bounds[-1] = bounds[-2]
+    both = pa.Array.from_buffers(message.binary, 2 * rows, [None, pa.py_buffer(bounds), message.buffer])
+    taken = pc.take(both, _every_second(rows), boundscheck=False)
     if sent is None:
         return taken
-    return pa.Array.from_buffers(kind, rows, [bitmap(sent), *taken.buffers()[1:]])
+    return pa.Array.from_buffers(message.binary, rows, [bitmap(sent), *taken.buffers()[1:]])
 
 
 def bitmap(mask: Bools) -> pa.Buffer:

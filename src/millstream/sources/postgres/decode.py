@@ -65,10 +65,10 @@ class PostgresDecoder:
             after, before, has_before = self._cells(op, message)
         except IndexError:
             raise JournalCorrupt(f"a message of {self.relation.table} ends before its row does") from None
-        result.add(message, after, before if has_before.any() else None, has_before)
+        result.add(message, after, before, has_before)
 
-    def _cells(self, op: npt.NDArray[np.uint8], message: Message) -> tuple[Cells, Cells, Bools]:
-        """The cells of the new rows (old ones, for deletes) and of the old rows, and where there are old rows."""
+    def _cells(self, op: npt.NDArray[np.uint8], message: Message) -> tuple[Cells, Cells | None, Bools]:
+        """The cells of the new rows (old ones, for deletes), those of the old rows, and where there are old rows."""
         tag = message.bytes[message.begin]
         if (tag != _TAGS[op]).any():
             raise JournalCorrupt(f"a message of {self.relation.table} is not of the kind its operation says")
@@ -77,17 +77,18 @@ class PostgresDecoder:
             return self._tuples(message, tag, message.begin, message.end)
         rows = np.flatnonzero(~truncates)
         some_after, some_before, some = self._tuples(message, tag[rows], message.begin[rows], message.end[rows])
-        after = Cells.missing(len(self.types), message.begin)
-        before = Cells.missing(len(self.types), message.begin)
-        has_before = np.zeros(len(op), bool)
+        after, before = (Cells.missing(message, len(self.types)) for _ in range(2))
         after.put(rows, some_after)
-        before.put(rows, some_before)
+        if some_before is not None:
+            before.put(rows, some_before)
+        has_before = np.zeros(len(op), bool)
         has_before[rows] = some
         return after, before, has_before
 
     def _tuples(
         self, message: Message, tag: npt.NDArray[np.uint8], begin: Ints, end: Ints
-    ) -> tuple[Cells, Cells, Bools]:
+    ) -> tuple[Cells, Cells | None, Bools]:
+        """The same for rows that have tuples."""
         columns = len(self.types)
         if (message.int32(begin + 1) != self.relation.oid).any():
             raise JournalCorrupt(f"a message is not of {self.relation.table}, though it stands among its rows")
@@ -97,17 +98,19 @@ class PostgresDecoder:
         if not known.all():
             raise JournalCorrupt(f"a message of {self.relation.table} has a tuple its kind cannot have")
         first, at = walk(message, begin + _TUPLE_AT, columns)
-        after = first
+        after, before = first, first.copy() if has_before.any() else None
         rows = np.flatnonzero(has_before & (tag == ord("U")))
         if len(rows):
             if (message.bytes[at[rows]] != _NEW).any():
                 raise JournalCorrupt(f"an update of {self.relation.table} has no new row")
             second, at[rows] = walk(message, at[rows] + 1, columns)
-            after = first.copy()
             after.put(rows, second)
         if (at != end).any():
             raise JournalCorrupt(f"a message of {self.relation.table} is not as long as its row")
-        return after, first, has_before
+        if before is not None and not has_before.all():
+            without = np.flatnonzero(~has_before)
+            before.drop(without, begin[without])
+        return after, before, has_before
 
 
 def chunks(payload: pa.LargeBinaryArray, columns: int) -> Iterator[tuple[int, int]]:
@@ -133,7 +136,7 @@ class Result:
     types: tuple[ColumnType, ...]
     rows: int = 0
     after: list[list[pa.Array]] = field(default_factory=list)
-    before: list[list[pa.Array]] = field(default_factory=list)
+    before: list[list[pa.Array] | None] = field(default_factory=list)
     has_before: list[Bools] = field(default_factory=list)
     unchanged: list[tuple[Ints, Ints]] = field(default_factory=list)
     special: list[tuple[Ints, str, pa.StringArray]] = field(default_factory=list)
@@ -145,30 +148,26 @@ class Result:
         if left_out.any():
             rows, which = np.nonzero(left_out.T)
             self.unchanged.append((rows + self.rows, which))
-        new = [self._column(message, after, column, None) for column in columns]
-        old = None if before is None else [self._column(message, before, column, has_before) for column in columns]
+        new = [self._column(message, after, column, "") for column in columns]
+        old = None if before is None else [self._column(message, before, column, BEFORE) for column in columns]
         self.append(new, old, has_before)
 
     def append(self, after: list[pa.Array], before: list[pa.Array] | None, has_before: Bools) -> None:
         """Append the columns of one chunk, whose rare marks were noted already."""
         self.after.append(after)
-        self.before.append(before or [pa.nulls(len(has_before), t.arrow) for t in self.types])
+        self.before.append(before)
         self.has_before.append(has_before)
         self.rows += len(has_before)
 
-    def _column(self, message: Message, cells: Cells, column: int, only: Bools | None) -> pa.Array:
+    def _column(self, message: Message, cells: Cells, column: int, prefix: str) -> pa.Array:
         sent: Bools = cells.kind[column] == SENT
-        if only is not None:
-            sent = sent & only
         to = self.types[column]
         if not sent.any():
             return pa.nulls(len(sent), to.arrow)
-        length = cells.length[column] if only is None else np.where(sent, cells.length[column], 0)
-        text = gather(message, cells.start[column], length, None if sent.all() else sent)
+        text = gather(message, cells.bounds[column], None if sent.all() else sent)
         array, odd = cast(text, to)
         if len(odd):
-            label = self.names[column] if only is None else BEFORE + self.names[column]
-            self.special.append((odd + self.rows, label, exact_text(text, odd)))
+            self.special.append((odd + self.rows, prefix + self.names[column], exact_text(text, odd)))
         return array
 
     def decoded(self) -> Decoded:
@@ -177,11 +176,21 @@ class Result:
         has_before = np.concatenate(self.has_before) if self.has_before else np.zeros(0, bool)
         return Decoded(
             after=_record_batch(schema, self.after, self.rows),
-            before=_record_batch(schema, self.before, self.rows),
+            before=_record_batch(schema, self._before(), self.rows),
             has_before=has_before,
             unchanged=self._unchanged(),
             special=self._special(),
         )
+
+    def _before(self) -> list[list[pa.Array]]:
+        """The old rows' chunks. Where no row at all has an old one, that is one chunk of NULLs."""
+        if all(chunk is None for chunk in self.before):
+            return [self._nulls(self.rows)]
+        pairs = zip(self.before, self.has_before, strict=True)
+        return [self._nulls(len(has_before)) if chunk is None else chunk for chunk, has_before in pairs]
+
+    def _nulls(self, rows: int) -> list[pa.Array]:
+        return [pa.nulls(rows, t.arrow) for t in self.types]
 
     def _unchanged(self) -> pa.ListArray:
         rows = np.concatenate([rows for rows, _ in self.unchanged]) if self.unchanged else np.zeros(0, np.int64)

@@ -62,14 +62,16 @@ class MessageDecoder:
         nuls = np.flatnonzero(message.bytes == 0)
         stop = nuls[np.searchsorted(nuls, start)]
         content = stop + 5
-        length = message.int32(stop + 1)
-        if (content + length != message.end).any():
+        if (content + message.int32(stop + 1) != message.end).any():
             raise JournalCorrupt("a logical message is not as long as it says")
         rows = len(start)
-        text = gather(message, start, stop - start, None)
+        bounds = message.bounds(2, rows)
+        bounds[0, 0:-1:2], bounds[0, 1::2] = start, stop
+        bounds[1, 0:-1:2], bounds[1, 1::2] = content, message.end
+        text = gather(message, bounds[0], None)
         prefix, odd = cast(text, self.types[0])
         if len(odd):
             result.special.append((odd + result.rows, result.names[0], exact_text(text, odd)))
         transactional = pa.Array.from_buffers(pa.bool_(), rows, [None, bitmap(flags & 1 == 1)])
-        raw = gather(message, content, length.astype(np.int64), None).cast(self.types[1].arrow)
+        raw = gather(message, bounds[1], None).cast(self.types[1].arrow)
         result.append([prefix, raw, transactional], None, np.zeros(rows, bool))
