@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from millstream.config.problems import Problem
 
+WIDTH_OF_PIPES = 200
+
 Home = Annotated[
     str | None, typer.Option("--home", help="Where state lives. Default: $MILLSTREAM_HOME, else ./.millstream.")
 ]
@@ -24,7 +26,11 @@ def console(*, stderr: bool = False) -> Console:
     """A console that prints text as it is: no markup from data, no colours outside a terminal."""
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    plain = Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    if not plain.is_terminal:
+        # Files and pipes have no width that tables would have to be squeezed into.
+        plain.width = WIDTH_OF_PIPES
+    return plain
 
 
 def print_json(value: Any) -> None:

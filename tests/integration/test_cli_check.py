@@ -1,0 +1,56 @@
+"""`millstream check --connect` on a real server: each miss is named, and nothing is changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from millstream.cli.app import app
+from millstream.model import Json
+from tests.fixtures.postgres import Database
+
+pytestmark = pytest.mark.postgres
+
+
+def check(tmp_path: Path, uri: str, tables: list[str]) -> tuple[int, Json]:
+    """Exit code and JSON of a check with a look at the database."""
+    stream = {
+        "name": "shop",
+        "source": {"kind": "postgres", "uri": uri, "tables": tables, "connect_timeout": "3s"},
+        "mode": "cdc",
+        "targets": [{"name": "log", "kind": "files", "path": "./log"}],
+    }
+    (tmp_path / "shop.yaml").write_text(json.dumps(stream))
+    result = CliRunner().invoke(app, ["check", "--connect", "--json", str(tmp_path / "shop.yaml")])
+    found: Json = json.loads(result.stdout)
+    return result.exit_code, found
+
+
+def findings(found: Json, severity: str) -> list[tuple[str, str]]:
+    return [(one["check"], one["message"]) for one in found["findings"]["shop"] if one["severity"] == severity]
+
+
+def test_a_fit_database_passes_and_nothing_is_created(tmp_path: Path, database: Database) -> None:
+    database.sql("CREATE TABLE orders (id int PRIMARY KEY)")
+    code, found = check(tmp_path, database.uri, ["public.orders"])
+    assert (code, found["ok"]) == (0, True)
+    assert findings(found, "error") == []
+    assert database.sql("SELECT count(*) FROM pg_publication") == [(0,)]
+    assert database.sql(f"SELECT count(*) FROM pg_replication_slots WHERE database = '{database.name}'") == [(0,)]
+    assert [path.name for path in tmp_path.iterdir()] == ["shop.yaml"]
+
+
+def test_a_missing_table_is_named(tmp_path: Path, database: Database) -> None:
+    code, found = check(tmp_path, database.uri, ["public.nothing"])
+    assert (code, found["ok"]) == (1, False)
+    assert any("public.nothing" in message for _, message in findings(found, "error"))
+
+
+def test_a_server_that_is_not_there_is_a_finding(tmp_path: Path, database: Database) -> None:
+    uri = f"postgresql://postgres@127.0.0.1:1/{database.name}"
+    code, found = check(tmp_path, uri, ["public.orders"])
+    assert code == 1
+    assert [name for name, _ in findings(found, "error")] == ["connection"]
