@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from millstream.sources.postgres.lsn import format_lsn, parse_lsn
 from millstream.sources.postgres.options import PostgresOptions, default_name
 from millstream.sources.postgres.patterns import parse_patterns, quote
 from millstream.sources.postgres.server import is_synchronous
+from millstream.sources.postgres.slot import SlotInfo, slot_problem
 
 
 def options_of(name: str = "shop", **options: Any) -> PostgresOptions:
@@ -235,3 +237,25 @@ def test_lists_and_filters_must_leave_the_identity_whole() -> None:
 )
 def test_commits_wait_for_us_only_if_the_setting_means_us(names: str, matches: bool) -> None:
     assert is_synchronous(names, "millstream millstream_shop") is matches
+
+
+# Slots
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({}, None),
+        ({"wal_status": "unreserved"}, None),
+        ({"wal_status": "lost"}, "slot s has lost log that we need (max_slot_wal_keep_size)"),
+        ({"wal_status": "lost", "invalidation": "wal_removed"}, "slot s has lost log that we need (wal_removed)"),
+        ({"invalidation": "idle_timeout"}, "slot s was invalidated (idle_timeout)"),
+        ({"plugin": "wal2json"}, "slot s belongs to the plugin wal2json, not to pgoutput"),
+        ({"database": "other"}, "slot s belongs to the database other, not to shop"),
+        ({"temporary": True}, "slot s is temporary"),
+        ({"confirmed_flush": None}, "slot s was never finished"),
+    ],
+)
+def test_a_slot_that_cannot_go_on_says_why(change: dict[str, Any], problem: str | None) -> None:
+    sound = SlotInfo("s", "pgoutput", "shop", False, None, "reserved", None, None, 1, 2, 3, 4, 0, 0)
+    assert slot_problem(replace(sound, **change), "shop") == problem
