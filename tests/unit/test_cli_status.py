@@ -128,6 +128,15 @@ def test_the_lag_is_the_age_of_the_oldest_change_that_is_missing(home: Home, jou
     assert (log.lag_events, log.lag_seconds) == (3, 30.0)
 
 
+def test_a_capture_that_cannot_start_shows_why_before_the_stream_runs(home: Home) -> None:
+    report = CaptureReport("waiting", restarts=3, error="cannot reach localhost:5432")
+    with home.lock():
+        save(home, Runtime("shop", "", StreamState.CREATED, report.to_json()))
+        (stream,) = status(home)["streams"]
+    assert (stream["state"], stream["source"]["state"]) == ("created", "waiting")
+    assert stream["source"]["error"] == "cannot reach localhost:5432"
+
+
 def test_a_dead_process_leaves_no_stream_running(home: Home, journal: Journal) -> None:
     report = CaptureReport("running", 77, source={"source": {"log_end": 900, "confirmed": 400}})
     save(

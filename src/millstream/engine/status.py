@@ -206,10 +206,14 @@ def _state(runtime: Runtime | None, owner: Owner | None) -> StreamState:
     """What the process last said, if it can still be meant; `stopped` or `failed` if it cannot."""
     if runtime is None:
         return StreamState.CREATED
-    stale = owner is None or (runtime.updated_at is not None and runtime.updated_at < owner.started_at)
-    if stale and runtime.state is not StreamState.FAILED:
+    if _is_stale(runtime, owner) and runtime.state is not StreamState.FAILED:
         return StreamState.STOPPED
     return runtime.state
+
+
+def _is_stale(runtime: Runtime, owner: Owner | None) -> bool:
+    """Whether this was said by a process that is not the one that runs now."""
+    return owner is None or (runtime.updated_at is not None and runtime.updated_at < owner.started_at)
 
 
 def _whole_state(state: StreamState, targets: Sequence[TargetStatus]) -> StreamState:
@@ -221,12 +225,12 @@ def _whole_state(state: StreamState, targets: Sequence[TargetStatus]) -> StreamS
 
 def _source(source: Mapping[str, Any], runtime: Runtime | None, journal: _Journal, owner: Owner | None) -> SourceStatus:
     report = _report(CaptureReport, runtime)
-    state = _state(runtime, owner)
-    alive = state not in (StreamState.STOPPED, StreamState.CREATED)
+    alive = runtime is not None and not _is_stale(runtime, owner)
+    state = _state(runtime, owner).value
     return SourceStatus(
         name=source["name"],
         kind=source["kind"],
-        state=(report.state or state.value) if alive else state.value,
+        state=(report.state or state) if alive else state,
         pid=report.pid if alive else None,
         journal_id=journal.journal_id,
         incarnation=journal.incarnation,
