@@ -177,8 +177,7 @@ class FakeSource:
         Finding("slots", Severity.ERROR, "no free slot", "ALTER SYSTEM SET max_replication_slots = 20"),
     )
 
-    def __init__(self, spec: object, work: Path) -> None:
-        assert work.is_dir()
+    def __init__(self, spec: object) -> None: ...
 
     def preflight(self) -> list[Finding]:
         return list(self.findings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,12 +45,11 @@ def check(
 def _preflight(source: SourceSpec) -> list[Finding]:
     from millstream.sources import open_source
 
-    with tempfile.TemporaryDirectory(prefix="millstream-") as work:
-        opened = open_source(source, Path(work))
-        try:
-            return opened.preflight()
-        finally:
-            opened.close()
+    opened = open_source(source)
+    try:
+        return opened.preflight()
+    finally:
+        opened.close()
 
 
 def _print_json(
