@@ -110,7 +110,7 @@ def test_an_error_is_a_line_and_a_hint_without_a_traceback(runner: Run, file: Pa
 
 
 EVENTS = [
-    Event("capture.started", "capture started", stream="shop"),
+    Event("capture.started", "capture started", fields={"source": "main"}),
     Event("delivery.batch", "5 rows", Level.DEBUG, "shop", "log", {"rows": 5, "tables": {"public.orders": 5}}),
     Event("delivery.retry", "no room; trying again", Level.WARNING, "shop", "log", {"hint": "make room"}),
 ]
@@ -120,7 +120,7 @@ def test_the_log_has_changes_of_state_and_no_batches(runner: Run, file: Path) ->
     runner.events = EVENTS
     lines = invoke("run", file).stderr.splitlines()[1:]
     assert [line[13:] for line in lines] == [
-        "INFO    shop  capture started",
+        "INFO    main  capture started",
         "WARNING shop/log  no room; trying again (make room)",
     ]
 
@@ -135,7 +135,7 @@ def test_a_json_log_is_one_object_a_line(runner: Run, file: Path) -> None:
     runner.events = EVENTS
     lines = [json.loads(line) for line in invoke("run", file, "--json-logs").stderr.splitlines()[1:]]
     assert [(line["level"], line["kind"], line["target"], line["fields"]) for line in lines] == [
-        ("INFO", "capture.started", None, {}),
+        ("INFO", "capture.started", None, {"source": "main"}),
         ("WARNING", "delivery.retry", "log", {"hint": "make room"}),
     ]
 

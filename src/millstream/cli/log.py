@@ -19,7 +19,10 @@ class Writer(Protocol):
 
 
 class Log:
-    """`21:04:05.123 INFO    shop/log  epoch 2 opened at seq 1,204`, from `level` on. Times are UTC."""
+    """`21:04:05.123 INFO    shop/log  epoch 2 opened at seq 1,204`, from `level` on. Times are UTC.
+
+    Who it is about: stream and target, else the source, else `-`.
+    """
 
     def __init__(self, out: Writer, level: Level = Level.INFO) -> None:
         self._out = out
@@ -38,7 +41,7 @@ class Log:
 
     def format(self, event: Event) -> str:
         at = event.at.astimezone(UTC)
-        who = "/".join(part for part in (event.stream, event.target) if part) or "-"
+        who = "/".join(part for part in (event.stream, event.target) if part) or event.fields.get("source", "-")
         hint = event.fields.get("hint")
         message = event.message + (f" ({hint})" if hint and str(hint) not in event.message else "")
         return f"{at:%H:%M:%S}.{at.microsecond // 1000:03d} {event.level.name:<7} {who}  {message}"
