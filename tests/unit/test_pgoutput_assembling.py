@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.fixtures import pgoutput as pg
 
 from millstream.model import Op, Relation
 from millstream.sources.base import CAPTURED, Block
 from millstream.sources.postgres.assemble import Assembler
 from millstream.sources.postgres.pgoutput import ProtocolError, frame
 from millstream.sources.postgres.spool import Spool
+from tests.fixtures import pgoutput as pg
 
 
 @dataclass

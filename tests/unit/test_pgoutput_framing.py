@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 
 import pytest
-from tests.fixtures import pgoutput as pg
 
 from millstream.sources.postgres.pgoutput import (
     KEEPALIVE,
@@ -18,6 +17,7 @@ from millstream.sources.postgres.pgoutput import (
     parse_truncate,
     status_update,
 )
+from tests.fixtures import pgoutput as pg
 
 
 def frames(*messages: bytes):

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from millstream.engine.backoff import Backoff
-from millstream.engine.capture_order import CaptureOrder
+from millstream.engine.capture_order import CaptureOrder, Control, Report
 from millstream.engine.retained import SourceLog
 from millstream.errors import JournalFull, PreflightError, SourceHalted, SourceUnavailable
 from millstream.failpoint import failpoint
@@ -35,25 +33,6 @@ LOOK_SECONDS = 1.0
 """How often the source is asked how it is, and a full disk looked at."""
 MORE_BYTES, ENOUGH_BYTES, RETRY_SECONDS = 1 << 20, 64 << 20, 30.0
 """After a full disk capture goes on when there is so much more room, or so much, or so late in any case."""
-
-
-class Control:
-    """What the engine wants, set from another thread."""
-
-    def __init__(self) -> None:
-        self.stopping = threading.Event()
-        self.ack: int | None = None
-        """Everything up to here has been delivered; None while nobody has said anything."""
-        self.planned_before: float | None = None
-        """No running batch was planned before this Unix time."""
-
-
-class Report(Protocol):
-    """Where capture tells what happens. Never blocks."""
-
-    def event(self, event: Event) -> None: ...
-
-    def status(self, status: Json) -> None: ...
 
 
 class CaptureLoop:
@@ -241,7 +220,8 @@ class CaptureLoop:
         findings = self._source.preflight()
         for finding in findings:
             if finding.severity is Severity.WARNING:
-                self._event("capture.preflight", finding.message, Level.WARNING, **finding.to_json())
+                fields = {"check": finding.check, "fix": finding.fix, "table": finding.table}
+                self._event("capture.preflight", finding.message, Level.WARNING, **fields)
         wrong = [finding for finding in findings if finding.severity is Severity.ERROR]
         if wrong:
             raise PreflightError(

@@ -1,13 +1,15 @@
-"""What the engine asks of a capture process: the first line it reads."""
+"""What the engine and a capture process say to each other."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from millstream.model import AckPolicy, Json, OnLimit, SourceSpec
+from millstream.observe import Event
 
 STOPPED: Final = 0
 """Exit code: stopped as asked, everything whole is in the journal."""
@@ -64,3 +66,22 @@ class CaptureOrder:
             bool(value.get("expect_journal", False)),
             Rebase(**rebase) if rebase is not None else None,
         )
+
+
+class Control:
+    """What the engine wants, set from another thread."""
+
+    def __init__(self) -> None:
+        self.stopping = threading.Event()
+        self.ack: int | None = None
+        """Everything up to here has been delivered; None while nobody has said anything."""
+        self.planned_before: float | None = None
+        """No running batch was planned before this Unix time."""
+
+
+class Report(Protocol):
+    """Where capture tells what happens. Never blocks."""
+
+    def event(self, event: Event) -> None: ...
+
+    def status(self, status: Json) -> None: ...

@@ -19,12 +19,10 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from millstream.engine.capture_loop import CaptureLoop, Control
-from millstream.engine.capture_order import HALTED, STOPPED, TRANSIENT, CaptureOrder
+from millstream.engine.capture_order import HALTED, STOPPED, TRANSIENT, CaptureOrder, Control
 from millstream.errors import JournalLocked, MillstreamError
 from millstream.model import Json
 from millstream.observe import Event, Level
-from millstream.sources import open_source
 
 CRASHED = 1
 STATUS_SECONDS = 0.25
@@ -119,8 +117,6 @@ def listen(lines: Iterable[str], control: Control) -> None:
 
 def main() -> int:
     """Run until told to stop. Returns the exit code (see `capture_order`)."""
-    # pyarrow imports pandas at its first `pa.array`, if it can: 60 MB and half a second for nothing.
-    sys.modules.setdefault("pandas", None)  # type: ignore[arg-type]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = Control()
     signal.signal(signal.SIGTERM, lambda _signal, _frame: control.stopping.set())
@@ -133,9 +129,18 @@ def main() -> int:
         voice.close()
 
 
+def _capture(order: CaptureOrder, control: Control, voice: Voice) -> None:
+    # pyarrow imports pandas at its first `pa.array` if it can, for 40 MB and half a second: it shall not.
+    sys.modules.setdefault("pandas", None)  # type: ignore[arg-type]
+    from millstream.engine.capture_loop import CaptureLoop
+    from millstream.sources import open_source
+
+    CaptureLoop(order, lambda tell: open_source(order.source, order.journal / "spool", tell), control, voice).run()
+
+
 def _run(order: CaptureOrder, control: Control, voice: Voice) -> int:
     try:
-        CaptureLoop(order, lambda tell: open_source(order.source, order.journal / "spool", tell), control, voice).run()
+        _capture(order, control, voice)
     except MillstreamError as error:
         passes = error.transient or isinstance(error, JournalLocked)
         voice.event(
