@@ -96,10 +96,17 @@ class _Log:
         newest = self._newest()
         self.columns = [name for name in newest.names if name not in METADATA]
         self._values = {name: self._both(name, newest.field(name).type) for name in self.columns}
+        self._sent: dict[str, list[bool]] = {}
 
     def values(self, column: str) -> pa.ChunkedArray:
         """A column's values by place: all new rows, then all old rows."""
         return self._values[column]
+
+    def sent_before(self, change: int, column: str) -> bool:
+        """Whether the change's old row has a value for the column; an old key has none but its own."""
+        if column not in self._sent:
+            self._sent[column] = self.values(column).slice(self.size).is_valid().to_pylist()
+        return self._sent[column][change] or f"{BEFORE}.{column}" in self.special[change]
 
     def keys(self, columns: Sequence[str]) -> list[Key]:
         """By place, what identifies the rows. A value with no home in its type counts by its text."""
@@ -212,10 +219,8 @@ def _written(log: _Log, change: int, previous: Row | None) -> Row:
     for column in log.unchanged[change]:
         if column not in log.columns:
             continue
-        old = log.size + change
-        sent = log.values(column)[old].is_valid or f"{BEFORE}.{column}" in log.special[change]
-        if sent:
-            row.elsewhere[column] = old
+        if log.sent_before(change, column):
+            row.elsewhere[column] = log.size + change
         elif previous is not None:
             row.elsewhere[column] = previous.place(column)
         else:

@@ -111,6 +111,21 @@ def test_a_chunk_ends_before_it_has_too_many_bytes(monkeypatch: pytest.MonkeyPat
     assert list(module.chunks(payload.slice(3), 3)) == [(0, 2), (2, 3)]
 
 
+def test_a_row_too_large_for_small_offsets_decodes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = relation(("id", 20), ("a", 25), ("b", 17), ("c", 16), ("d", 1082), key=["id"])
+    changes = [
+        insert("1", "x" * 300, "\\x00ff", "t", "2024-01-01"),
+        update(["2", ..., None, "f", "infinity"], row=["1", b"\xff", "\\x00ff", "t", "2024-01-01"]),
+    ]
+    small = decoded(of, changes)
+    monkeypatch.setattr("millstream.sources.postgres.cells._SMALL", 10)
+    large = decoded(of, changes)
+    assert large.after.equals(small.after)
+    assert large.before.equals(small.before)
+    assert large.special.equals(small.special)
+    assert large.after["a"].to_pylist() == ["x" * 300, None]
+
+
 def test_a_slice_of_an_array_decodes_like_an_array_of_its_own() -> None:
     changes = [insert(str(i), "x" * i, None) for i in range(20)]
     op, payload = columns(changes)
