@@ -100,6 +100,17 @@ class Voice:
         return changed or time.monotonic() - spoke_at >= STATUS_SECONDS
 
 
+class NoPandas:
+    """An import finder that refuses pandas.
+
+    pyarrow imports it at the first `pa.array` if it can, which costs 40 MB and half a second for nothing.
+    """
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "pandas":
+            raise ModuleNotFoundError("pandas is not used in the capture process", name=name)
+
+
 def listen(lines: Iterable[str], control: Control) -> None:
     """Take what the engine says until it says no more; then stop."""
     try:
@@ -130,8 +141,7 @@ def main() -> int:
 
 
 def _capture(order: CaptureOrder, control: Control, voice: Voice) -> None:
-    # pyarrow imports pandas at its first `pa.array` if it can, for 40 MB and half a second: it shall not.
-    sys.modules.setdefault("pandas", None)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, NoPandas())
     from millstream.engine.capture_loop import CaptureLoop
     from millstream.sources import open_source
 
