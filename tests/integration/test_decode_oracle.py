@@ -56,8 +56,10 @@ OBJECTS = st.dictionaries(st.text(PRINTABLE, max_size=4), st.integers() | st.non
 
 
 def decimals(whole: int, places: int) -> st.SearchStrategy[str]:
-    limit = Decimal(10) ** whole - Decimal(1).scaleb(-places)
-    return st.decimals(-limit, limit, places=places, allow_nan=False, allow_infinity=False).map(str)
+    """Numbers with so many digits before and after the point; exact, which sums of Decimals are not."""
+    limit = 10 ** (whole + places) - 1
+    signs_and_digits = st.integers(-limit, limit).map(lambda number: Decimal(number).as_tuple())
+    return signs_and_digits.map(lambda parts: f"{Decimal((parts.sign, parts.digits, -places)):f}")
 
 
 @dataclass(frozen=True)
