@@ -39,6 +39,7 @@ class View:
     first_seq: int
     last_seq: int
     commit_position: int
+    min_ts_us: int
     max_ts_us: int
     row_bytes: int
     last_cut: int | None
@@ -128,6 +129,7 @@ class Catalog:
             first_seq=head.segment_first_seq,
             last_seq=head.seq,
             commit_position=head.commit_position,
+            min_ts_us=int(cuts["min_ts_us"].min()),
             max_ts_us=int(cuts["max_ts_us"].max()),
             row_bytes=int(cuts["bytes"][-1]),
             last_cut=head.seq,
@@ -197,6 +199,7 @@ def _closed(entry: Entry) -> View:
         first_seq=entry.first_seq,
         last_seq=entry.last_seq,
         commit_position=entry.commit_position,
+        min_ts_us=entry.min_ts_us or 0,
         max_ts_us=entry.max_ts_us or 0,
         row_bytes=entry.row_bytes,
         last_cut=entry.last_cut,

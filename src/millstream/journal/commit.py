@@ -11,7 +11,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -19,7 +19,6 @@ import pyarrow as pa
 from millstream.journal.format import JOURNAL
 
 KEY = "millstream.commit"
-_RECORD = re.compile(rb"ms1 ([0-9a-f]{8}) (\{[^{}]{1,2000}\})")
 
 SCHEMA_MESSAGE: bytes = JOURNAL.serialize().to_pybytes()
 """The first message of every segment."""
@@ -36,6 +35,8 @@ class CommitRecord:
     there. The group began at (`group_segment`, `group_offset`). A transaction too large for one
     segment is a group over several: each but the last then ends with a record that is not
     `committed` and says that the group goes on in the next segment.
+
+    The message that carries a record has a CRC over all of its own bytes.
 
     The other fields describe the segment up to here, so that nothing needs to be read twice:
     what `Mark` and the files beside the segment hold.
@@ -65,17 +66,40 @@ class CommitRecord:
     cut_entries: int
     cut_crc: int
 
-    def to_bytes(self) -> bytes:
-        body = json.dumps(asdict(self), separators=(",", ":")).encode()
-        return b"ms1 %08x %s" % (zlib.crc32(body), body)
+    def to_text(self) -> bytes:
+        """The record as it stands in the metadata of its message, before the message's CRC is known."""
+        return _UNKNOWN + json.dumps(vars(self), separators=(",", ":")).encode()
 
     @classmethod
-    def find(cls, raw: Any) -> Iterator[CommitRecord]:
-        """Every record in `raw` whose own CRC holds, wherever it stands."""
-        for match in _RECORD.finditer(raw):
-            body = match[2]
-            if int(match[1], 16) == zlib.crc32(body):
-                yield cls(**json.loads(body))
+    def of_message(cls, message: bytes) -> CommitRecord | None:
+        """The record in the bytes of an IPC message; None unless every byte of the message is right."""
+        match = _RECORD.search(message)
+        if match is None or int(match[1], 16) != zlib.crc32(_without_crc(message, match.start())):
+            return None
+        return cls(**json.loads(match[2]))
+
+
+_RECORD = re.compile(rb"ms1 ([0-9a-f]{8}) (\{[^{}]{1,2000}\})")
+_UNKNOWN = b"ms1 00000000 "
+
+
+def _without_crc(message: bytes, at: int) -> bytes:
+    """The message as it was when its CRC was taken."""
+    return message[:at] + _UNKNOWN + message[at + len(_UNKNOWN) :]
+
+
+def places(raw: bytes) -> Iterator[int]:
+    """Where messages with commit records may start in `raw`, by what the records themselves say.
+
+    For bytes whose frames cannot be trusted. Nothing is checked but that it reads like a record.
+    """
+    for match in _RECORD.finditer(raw):
+        try:
+            at = json.loads(match[2])["at"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        if isinstance(at, int) and 0 <= at < match.start():
+            yield at
 
 
 class _Parts:
@@ -115,5 +139,8 @@ class CommitMessages:
         self._sink.take()
 
     def message(self, record: CommitRecord) -> bytes:
-        self._writer.write_batch(self._empty, custom_metadata={KEY: record.to_bytes()})
-        return self._sink.take()
+        self._writer.write_batch(self._empty, custom_metadata={KEY: record.to_text()})
+        message = self._sink.take()
+        at = message.index(_UNKNOWN)
+        crc = b"ms1 %08x " % zlib.crc32(message)
+        return message[:at] + crc + message[at + len(crc) :]

@@ -106,7 +106,7 @@ class Head:
     published_us: int
 
     def to_bytes(self) -> bytes:
-        body = json.dumps(asdict(self), separators=(",", ":")).encode()
+        body = json.dumps(vars(self), separators=(",", ":")).encode()
         return (b"%08x %s" % (zlib.crc32(body), body)).ljust(HEAD_BYTES, b"\n")
 
     @classmethod

@@ -98,16 +98,15 @@ def seq_at_time(catalog: Catalog, views: Sequence[View], head: Head, header: Hea
         at = int(reached[0]) if len(reached) else len(cuts)
         found = _before_first(catalog, views, view, cuts, at, lambda rows: column(rows, "commit_ts") >= ts_us)
     if views and found == views[0].first_seq - 1:
-        _check_earliest(catalog, views, header, ts_us)
+        _check_earliest(views, header, ts_us)
     return found
 
 
-def _check_earliest(catalog: Catalog, views: Sequence[View], header: Header, ts_us: int) -> None:
+def _check_earliest(views: Sequence[View], header: Header, ts_us: int) -> None:
     """The first retained transaction is the answer only if none before the journal could have been."""
-    first = int(column(rows_between(catalog, views, views[0].first_seq - 1, views[0].first_seq), "commit_ts")[0])
-    earliest = first
+    earliest = min(view.min_ts_us for view in views)
     if views[0].first_seq == header.first_seq:
-        earliest = min(first, int(datetime.fromisoformat(header.created_at).timestamp() * 1_000_000))
+        earliest = min(earliest, int(datetime.fromisoformat(header.created_at).timestamp() * 1_000_000))
     if ts_us < earliest:
         at = datetime.fromtimestamp(earliest / 1_000_000, UTC).isoformat()
         raise OutOfRange(

@@ -48,10 +48,10 @@ class Pending:
         end = self.end
         if rows is not None and len(rows):
             self._check(rows, relations)
-            resume = int(rows.column("resume_position")[-1].as_py())
+            resume = int(column(rows, "resume_position")[-1])
             end = End(
                 end.seq + len(rows),
-                int(rows.column("commit_position")[-1].as_py()),
+                int(column(rows, "commit_position")[-1]),
                 resume,
                 end.covered if block.open_transaction else max(end.covered, resume),
                 int(column(rows, "commit_ts")[-1]),

@@ -57,7 +57,7 @@ def additions(path: Path, number: int, length: int, record: CommitRecord) -> Ite
             after = next(batches, None)
             assert batch is not None  # noqa: S101 - one batch per frame
             mark = replace(mark, length=frame.offset)
-            part = addition(mark, batch, data[frame.offset : frame.end], _goes_on(batch, after, record))
+            part = addition(mark, batch, frame.raw, _goes_on(batch, after, record))
             mark = part.mark
             yield part
             batch = after
@@ -103,7 +103,7 @@ def sealed_parts(data: pa.Buffer, record: CommitRecord, where: str) -> tuple[Rec
         if frame.has_rows:
             batch = record_batch(frame, where)
             batches.append(batch)
-            index.append(index_of(batch, frame.offset, frame.length, zlib.crc32(data[frame.offset : frame.end])))
+            index.append(index_of(batch, frame.offset, frame.length, frame.crc()))
     if not batches:
         return index[0], np.zeros(0, CUTS)
     rows = pa.concat_batches(batches)

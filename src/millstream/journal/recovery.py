@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from millstream.errors import JournalCorrupt
 from millstream.failpoint import failpoint
-from millstream.journal.commit import SCHEMA_MESSAGE, CommitRecord
+from millstream.journal.commit import SCHEMA_MESSAGE, CommitRecord, places
 from millstream.journal.files import disk_errors, remove_file, sync_directory
 from millstream.journal.format import Head, Header
 from millstream.journal.manifest import FILE as MANIFEST
@@ -152,23 +152,17 @@ def judge(segments: Path, header: Header, head: Head | None, tail: Sequence[int]
     for number in (number for number in tail if number >= place[0]):
         raw = (segments / f"{segment_name(number)}.arrows").read_bytes()
         start = place[1] if number == place[0] else 0
-        for record in CommitRecord.find(memoryview(raw)[start:]):
-            if record.journal_id == header.journal_id and _proves(record, place, number, raw, tail):
-                raise JournalCorrupt(
-                    f"{where} is damaged after byte {place[1]}: "
-                    f"a later commit record (segment {number}, byte {record.at}) shows that it was committed",
-                    hint=remedy,
-                )
-
-
-def _proves(record: CommitRecord, place: tuple[int, int], number: int, raw: bytes, tail: Sequence[int]) -> bool:
-    """Whether a record beyond `place` shows that the bytes at `place` were committed once."""
-    if not record.committed:
-        return False
-    if (record.group_segment, record.group_offset) > place:
-        return True
-    frame = next(frames(pa.py_buffer(raw[record.at :]), record.at), None)
-    return frame is None or frame.end < len(raw) or tail[-1] > number
+        for at in places(raw):
+            frame = next(frames(pa.py_buffer(raw).slice(at), at), None)
+            record = frame.record() if frame else None
+            if at >= start and frame and record and record.journal_id == header.journal_id and record.committed:
+                followed = frame.end < len(raw) or tail[-1] > number
+                if followed or (record.group_segment, record.group_offset) > place:
+                    raise JournalCorrupt(
+                        f"{where} is damaged after byte {place[1]}: "
+                        f"a commit record (segment {number}, byte {at}) shows that it was committed",
+                        hint=remedy,
+                    )
 
 
 def _cut(segments: Path, tail: Sequence[int], good: Point | None) -> None:

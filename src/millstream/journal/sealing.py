@@ -80,12 +80,13 @@ class Sealer:
         self._queue.popleft()
         return done
 
-    def close(self) -> None:
-        """Stop at the next step and wait for it."""
+    def close(self) -> Entry | None:
+        """Stop at the next step and wait for it. The entry, if the sealing was finished after all."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        return self._done
 
     def _run(self, entry: Entry) -> None:
         try:

@@ -33,8 +33,12 @@ class Frame:
     """One IPC message of a segment: where it is and what Arrow made of its frame."""
 
     offset: int
-    length: int
+    raw: pa.Buffer
     message: Any
+
+    @property
+    def length(self) -> int:
+        return int(self.raw.size)
 
     @property
     def has_rows(self) -> bool:
@@ -48,7 +52,10 @@ class Frame:
         """The commit record that this message is, if its own CRC holds."""
         if self.has_rows or self.message.type != "record batch":
             return None
-        return next(CommitRecord.find(self.message.metadata), None)
+        return CommitRecord.of_message(self.raw.to_pybytes())
+
+    def crc(self) -> int:
+        return zlib.crc32(self.raw)
 
 
 def frames(data: pa.Buffer, base: int = 0) -> Iterator[Frame]:
@@ -63,7 +70,7 @@ def frames(data: pa.Buffer, base: int = 0) -> Iterator[Frame]:
             message = pa.ipc.read_message(reader)
         except (EOFError, OSError, pa.ArrowException):
             return
-        yield Frame(base + offset, reader.tell() - offset, message)
+        yield Frame(base + offset, data.slice(offset, reader.tell() - offset), message)
 
 
 def record_batch(frame: Frame, where: str) -> pa.RecordBatch:

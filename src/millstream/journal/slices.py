@@ -133,8 +133,7 @@ def _parse(slice: Slice, data: pa.Buffer) -> list[pa.RecordBatch]:
     where = f"segment {slice.segment}"
     found = list(frames(data, slice.offset))
     with_rows = [frame for frame in found if frame.has_rows]
-    view = memoryview(data)
-    crcs = [zlib.crc32(view[frame.offset - slice.offset : frame.end - slice.offset]) for frame in with_rows]
+    crcs = [frame.crc() for frame in with_rows]
     whole = data.size == slice.length and bool(found) and found[-1].end == slice.offset + slice.length
     if not whole or not with_rows or _chained(np.array(crcs)) != slice.crc:
         raise JournalCorrupt(

@@ -25,7 +25,7 @@ from millstream.journal.files import (
 )
 from millstream.journal.format import SEGMENT_BYTES, Head, Header
 from millstream.journal.lock import WriterLock, next_epoch
-from millstream.journal.manifest import Manifest
+from millstream.journal.manifest import Entry, Manifest
 from millstream.journal.pending import FLUSH_BYTES, Pending
 from millstream.journal.recovery import recover
 from millstream.journal.relations import RelationLog
@@ -262,11 +262,13 @@ class JournalWriter:
 
     def _collect(self, wait: bool = False) -> bool:
         entry = self._sealer.collect(wait)
-        if entry is None:
-            return False
+        if entry is not None:
+            self._add_sealed(entry)
+        return entry is not None
+
+    def _add_sealed(self, entry: Entry) -> None:
         self._save_manifest(self._manifest.adding(entry))
         self._superseded[entry.number] = entry.sealed_at
-        return True
 
     def _save_manifest(self, manifest: Manifest) -> None:
         manifest.save(self.path)
@@ -289,11 +291,15 @@ class JournalWriter:
             failpoint("journal.superseded_dropped")
 
     def close(self) -> None:
-        """Commit what is whole, stop sealing, release the lock. Idempotent."""
+        """Commit what is whole, keep every id that was given, stop sealing, release the lock. Idempotent."""
         if self._head_fd < 0:
             return
         try:
+            self._relations.sync()
             self.commit()
+            if (entry := self._sealer.close()) is not None:
+                self._add_sealed(entry)
+                self.head = self._publish()
         finally:
             self._sealer.close()
             self._tail.close()

@@ -1,0 +1,86 @@
+"""Kill -9 at every durable step of the journal; the next writer and every reader find the truth."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from journal_tools import Maker, Transaction, append_in_parts, block, create, numbered, read_all, relation, script
+
+import millstream.journal
+from millstream.journal import JournalReader, JournalWriter, verify
+
+SOURCE = Path(millstream.journal.__file__).parent
+FAILPOINTS = sorted(
+    name for path in SOURCE.glob("*.py") for name in re.findall(r'failpoint\("([a-z_.]+)"\)', path.read_text())
+)
+
+ONCE = {"journal.created", "journal.recovered", "journal.relation_written"}
+"""Steps that a writer passes once."""
+
+ROUNDS = 40
+OPTIONS = {"segment_bytes": 6000, "flush_bytes": 900}
+
+
+def load(round: int, maker: Maker) -> list[Transaction]:
+    return [maker.transaction(120)] if round % 9 == 4 else maker.transactions([1, 7, 3])
+
+
+def go_on(path: Path) -> None:
+    """Write the load from where the journal ends, and say what was committed. Runs until it is killed."""
+    writer = JournalWriter.open(path, **OPTIONS) if (path / "journal.json").exists() else create(path, **OPTIONS)
+    for number in range(1, 5):
+        assert writer.register(relation(number)) == number
+    maker = Maker(seed=11)
+    for round in range(ROUNDS):
+        transactions = [one for one in load(round, maker) if one.resume > writer.end]
+        for one in transactions:
+            append_in_parts(writer, one, 30) if len(one.rows) > 30 else writer.append(block(one))
+        if writer.commit() is not None:
+            print(writer.end, flush=True)
+        writer.maintain()
+        writer.drop_superseded(float("inf"))
+    writer.close()
+
+
+@pytest.mark.parametrize("name", FAILPOINTS)
+def test_a_kill_at_a_durable_step_loses_and_doubles_nothing(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "j"
+    body = f"from pathlib import Path\nfrom test_journal_kills import go_on\ngo_on(Path({str(path)!r}))"
+    nth = 1 if name in ONCE else 3
+    environment = {**os.environ, "MILLSTREAM_FAILPOINT": f"{name}:{nth}"}
+    killed = subprocess.run(script(body), env=environment, capture_output=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    promised = [int(line) for line in killed.stdout.split()]
+    if promised:
+        head = JournalReader([str(path)]).head()
+        assert head is not None
+        assert head.covered >= promised[-1], "a promised commit is visible before anybody recovers"
+    go_on(path)
+    maker = Maker(seed=11)
+    written = [one for round in range(ROUNDS) for one in load(round, maker)]
+    assert read_all(path).equals(numbered(written))
+    assert verify(path) == []
+
+
+def test_the_failpoints_are_those_of_the_durable_steps() -> None:
+    assert len(FAILPOINTS) == len(set(FAILPOINTS))
+    assert {
+        "journal.created",
+        "journal.relation_written",
+        "journal.appended",
+        "journal.flushed",
+        "journal.rolled",
+        "journal.rolled_inside",
+        "journal.commit_record_written",
+        "journal.synced",
+        "journal.head_published",
+        "journal.seal_written",
+        "journal.manifest_published",
+        "journal.superseded_dropped",
+        "journal.recovered",
+    } == set(FAILPOINTS)
