@@ -118,6 +118,9 @@ class CaptureLoop:
     def _append(self, writer: JournalWriter, block: Block) -> None:
         if block.rows is None and block.progress is None:
             return
+        if block.open_transaction and not self._open_transaction:
+            # What is whole shall not wait for the end of a giant, nor be lost with one that is cut off.
+            self._commit(writer, now=True)
         writer.append(block)
         failpoint("capture.block_appended")
         self._open_transaction = block.open_transaction

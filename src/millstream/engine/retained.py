@@ -60,7 +60,8 @@ class SourceLog:
         if status.get("safe_bytes") is not None:
             limit = min(limit, max(int(status["safe_bytes"]), 0) // 2)
         log_end = int(status["log_end"])
-        kept = log_end - max(acked, int(status.get("confirmed") or 0))
+        confirmed = max(acked, int(status.get("confirmed") or 0))
+        kept = log_end - confirmed
         was, self.over_limit = self.over_limit, kept > limit
         if not self.over_limit:
             return
@@ -70,7 +71,7 @@ class SourceLog:
                 f"the limit is {limit} and on_limit is stop",
                 hint="let the targets catch up, raise max_source_wal, or choose on_limit: release",
             )
-        if self._spec.on_limit is OnLimit.RELEASE and end > acked:
+        if self._spec.on_limit is OnLimit.RELEASE and end > confirmed:
             self.release = self._first_end(log_end - limit, end)
             self.released += 1
         self._remind(kept, limit, entered=not was)
