@@ -52,10 +52,10 @@ def summarise(console: Console, outcome: Outcome) -> None:
     from rich.table import Table
 
     table = Table(title="Source and folded changelog", title_justify="left")
-    table.add_column("table")
-    for name in ("changes", "rows in the source", "rows folded", "missing", "extra"):
-        table.add_column(name, justify="right")
-    table.add_column("equal")
+    table.add_column("table", no_wrap=True)
+    for name in ("changes", "source rows", "folded", "missing", "extra"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("equal", no_wrap=True)
     for proof in outcome.tables:
         numbers = (proof.changes, proof.source_rows, proof.folded_rows, proof.missing, proof.extra)
         table.add_row(proof.table, *(f"{n:,}" for n in numbers), "[green]yes[/]" if proof.equal else "[red]NO[/]")
@@ -66,6 +66,7 @@ def summarise(console: Console, outcome: Outcome) -> None:
         f"{log.changes - log.distinct_seqs} duplicates, {log.broken_transactions} transactions split, "
         f"1 kill -9 of {outcome.killed} processes, {outcome.seconds:.0f} s in all.",
         highlight=False,
+        soft_wrap=True,
     )
     verdict = "[bold green]EQUAL[/]: every row" if outcome.equal else "[bold red]NOT EQUAL[/]: see the rows"
     console.print(f"{verdict} of every table, compared by Postgres itself.", highlight=False)
