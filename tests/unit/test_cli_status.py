@@ -94,7 +94,7 @@ def test_a_stream_that_never_ran_is_created(home: Home) -> None:
 
 
 def test_a_running_stream_shows_how_far_it_is(home: Home, journal: Journal) -> None:
-    last = {"state": "running", "seq": 5, "source": {"retained_bytes": 4096}}
+    last = {"state": "running", "seq": 5, "retained_bytes": 4096}
     with home.lock() as owner:
         save(
             home,
@@ -138,7 +138,7 @@ def test_a_capture_that_cannot_start_shows_why_before_the_stream_runs(home: Home
 
 
 def test_a_dead_process_leaves_no_stream_running(home: Home, journal: Journal) -> None:
-    report = CaptureReport("running", 77, source={"source": {"log_end": 900, "confirmed": 400}})
+    report = CaptureReport("running", 77, source={"log_end": 900, "confirmed": 400})
     save(
         home,
         Runtime("shop", "", StreamState.RUNNING, report.to_json()),

@@ -40,7 +40,7 @@ class CaptureReport:
     error: str | None = None
     hint: str | None = None
     source: Mapping[str, Any] = field(default_factory=dict)
-    """What the capture process last said: its journal's end, and under `source` the last `Source.status()`."""
+    """What the capture process last said: its journal's end, and what `Source.status()` gave."""
 
     def to_json(self) -> Json:
         return asdict(self)
@@ -237,7 +237,7 @@ def _source(source: Mapping[str, Any], runtime: Runtime | None, journal: _Journa
         end_seq=journal.seq,
         end_position=journal.text(journal.covered),
         last_commit_at=_time(journal.commit_ts_us),
-        retained_bytes=_retained(report.source.get("source") or {}),
+        retained_bytes=_retained(report.source),
         error=report.error or journal.error,
         hint=report.hint,
     )
