@@ -143,6 +143,15 @@ def test_epochs_only_go_up(store: StateStore) -> None:
     assert store.current_epoch("shop", "copy") is None
 
 
+def test_an_acknowledgement_is_remembered_and_never_goes_back(store: StateStore) -> None:
+    assert store.get_ack("shop") is None
+    store.save_ack("shop", 200)
+    store.save_ack("shop", 100)
+    store.save_ack("other", 1 << 62)
+    assert store.get_ack("shop") == 200
+    assert store.get_ack("other") == 1 << 62
+
+
 def test_runtime_state_is_replaced_and_stamped(store: StateStore) -> None:
     store.set_runtime(Runtime("shop", "", StreamState.RUNNING))
     store.set_runtime(Runtime("shop", "log", StreamState.CREATED))

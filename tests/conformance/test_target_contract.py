@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,13 +15,13 @@ import pytest
 from pyspark import TaskContext
 from pyspark.sql import SparkSession
 
-import millstream.failpoint
 from millstream.changelog import assemble
 from millstream.errors import TargetRefused
 from millstream.model import Relation, SeqRange
-from millstream.targets.base import ASKING, Attempt, Receipt, Stager, Target, TargetContext, TargetCursor
+from millstream.targets.base import ASKING, Attempt, Receipt, Target, TargetContext, TargetCursor
 from millstream.targets.files import FilesOptions, FilesTarget
 from tests.fixtures.journals import shop_table
+from tests.fixtures.stagers import KillingStager
 from tests.fixtures.tuples import OID, insert, journal_rows
 
 ORDERS = shop_table("orders", OID)
@@ -217,56 +216,26 @@ def test_nothing_to_stage_is_no_receipt(case: Case) -> None:
     assert list(opened(case).stager().stage(ORDERS, 1, iter(()), Attempt(0, 0))) == []
 
 
-@dataclass(frozen=True)
-class Killing:
-    """A stager whose worker is killed, once, at a step of its work."""
-
-    inner: Stager
-    step: str
-    marker: str
-
-    def stage(
-        self, relation: Relation, relation_id: int, batches: Iterator[pa.RecordBatch], attempt: Attempt
-    ) -> Sequence[Receipt]:
-        if self.step == "failpoint":
-            millstream.failpoint._armed, millstream.failpoint._state = "files.staged", self.marker
-        self._die_at("begin")
-        receipts = self.inner.stage(relation, relation_id, self._dying(batches), attempt)
-        self._die_at("end")
-        return receipts
-
-    def _dying(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for number, batch in enumerate(batches):
-            yield batch
-            if number == 1:
-                self._die_at("middle")
-
-    def _die_at(self, step: str) -> None:
-        if step == self.step:
-            try:
-                os.close(os.open(Path(self.marker) / "fired", os.O_CREAT | os.O_EXCL))
-            except FileExistsError:
-                return
-            os.kill(os.getpid(), 9)
-
-
 @pytest.mark.spark
-@pytest.mark.parametrize("step", ["begin", "middle", "end", "failpoint"])
+@pytest.mark.parametrize("step", ["begin", "middle", "files.staged", "end"])
 def test_a_worker_killed_while_it_stages_leaves_nothing_behind(
     case: Case, spark: SparkSession, tmp_path: Path, step: str
 ) -> None:
     target = opened(case)
-    stager = Killing(target.stager(), step, str(tmp_path))
+    stager = KillingStager(target.stager(), step, str(tmp_path))
+    pieces = [changes(first, 10) for first in (1, 11, 21)]
+
+    relation = ORDERS
 
     def run(_: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         context = TaskContext.get()
         assert context is not None
-        batches = iter([changes(1, 10), changes(11, 10), changes(21, 10)])
-        receipts = stager.stage(ORDERS, 1, batches, Attempt(context.partitionId(), context.taskAttemptId()))
+        attempt = Attempt(context.partitionId(), context.taskAttemptId())
+        receipts = stager.stage(relation, 1, iter(pieces), attempt)
         yield pa.RecordBatch.from_pydict({"receipt": [json.dumps(vars(receipt)) for receipt in receipts]})
 
     rows = spark.range(1).repartition(1).mapInArrow(run, "receipt string").collect()
-    assert list(tmp_path.glob("*fired")), "no worker was killed"
+    assert list(tmp_path.glob("*.fired")), "no worker was killed"
     target.publish(SeqRange(0, 30), 3008, [Receipt(**json.loads(row.receipt)) for row in rows])
     assert case.seen("public.orders") == expected(1, 30)
     opened(case, replace(CONTEXT, run_id="run-2"))

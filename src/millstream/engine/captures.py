@@ -31,6 +31,7 @@ class Capture:
         self._request = RebaseRequest.load(home, source.name)
         self._observer = observer
         self._supervisor: Supervisor | None = None
+        self._acked = 0
         self.goal: int | None = None
         """With `run --once`: the end of the source's log as it was when capture first saw it."""
 
@@ -113,7 +114,12 @@ class Capture:
             )
             for stream in self.streams
         ]
-        self._current().send_ack(min(positions))
+        position = min(positions)
+        if position > self._acked:
+            # Written down first: after a lost journal it is the only word on what was covered without rows.
+            self._store.save_ack(self.source.name, position)
+            self._acked = position
+        self._current().send_ack(position)
 
     def release(self, planned_before: float) -> None:
         """No running batch was planned before this Unix time."""

@@ -122,13 +122,16 @@ def _plan(home: Home, store: StateStore, stream: str) -> RebaseRequest:
             hint=f"remove {home.journal_path(source)} and run the stream again",
         )
     last_seq, incarnation = _old_journal(home.journal_path(source))
+    # With `commit: all` an acknowledgement covers every target, also where it went beyond the last row.
+    acked = (store.get_ack(source) or 0) if definition["commit"] == "all" else 0
+    positions = {cursor.target: max(cursor.position, acked) for cursor in cursors}
     return RebaseRequest(
         stream=stream,
         source=source,
         first_seq=max(last_seq, *(cursor.seq for cursor in cursors)) + 1,
         incarnation=incarnation + 1,
-        start_position=min(cursor.position for cursor in cursors),
-        cursors=tuple((cursor.target, cursor.position) for cursor in cursors),
+        start_position=min(positions.values()),
+        cursors=tuple(positions.items()),
     )
 
 

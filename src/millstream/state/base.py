@@ -44,7 +44,7 @@ class Runtime:
 
 
 class StateStore(Protocol):
-    """Streams, cursors with history, delivery epochs, runtime state."""
+    """Streams, cursors with history, delivery epochs, acknowledgements, runtime state."""
 
     def put_stream(self, name: str, definition: Json) -> None:
         """Remember a stream's definition (never a secret, only references to one)."""
@@ -73,6 +73,15 @@ class StateStore(Protocol):
         """Remember a new delivery epoch. Raises StateError unless it is above all earlier ones."""
 
     def current_epoch(self, stream: str, target: str) -> EpochRecord | None: ...
+
+    def save_ack(self, source: str, position: int) -> None:
+        """Remember, before it is said, that `position` is acknowledged to the source. Never goes back.
+
+        Cursors stand at transactions, acknowledgements also at progress without rows: what a lost
+        journal had covered can only be known from here.
+        """
+
+    def get_ack(self, source: str) -> int | None: ...
 
     def set_runtime(self, runtime: Runtime) -> None: ...
 

@@ -54,6 +54,7 @@ class MemoryStateStore:
         self._cursors: dict[tuple[str, str], Cursor] = {}
         self._history: dict[tuple[str, str], list[Cursor]] = {}
         self._epochs: dict[tuple[str, str], EpochRecord] = {}
+        self._acks: dict[str, int] = {}
         self._runtimes: dict[tuple[str, str], Runtime] = {}
 
     def put_stream(self, name: str, definition: Json) -> None:
@@ -108,6 +109,14 @@ class MemoryStateStore:
     def current_epoch(self, stream: str, target: str) -> EpochRecord | None:
         with self._lock:
             return self._epochs.get((stream, target))
+
+    def save_ack(self, source: str, position: int) -> None:
+        with self._lock:
+            self._acks[source] = max(position, self._acks.get(source, position))
+
+    def get_ack(self, source: str) -> int | None:
+        with self._lock:
+            return self._acks.get(source)
 
     def set_runtime(self, runtime: Runtime) -> None:
         at = runtime.updated_at or datetime.now(UTC)

@@ -43,6 +43,7 @@ create table epochs (
     start_seq integer not null, after_position integer, reason text not null, opened_at text not null,
     primary key (stream, target, epoch)
 ) without rowid;
+create table acks (source text primary key, position integer not null) without rowid;
 create table runtimes (
     stream text not null, target text not null, state text not null, fields text not null, updated_at text not null,
     primary key (stream, target)
@@ -158,6 +159,17 @@ class SqliteStateStore:
         sql = f"select {_EPOCH} from epochs where stream = ? and target = ? order by epoch desc limit 1"
         rows = self._read(sql, (stream, target))
         return _epoch(rows[0]) if rows else None
+
+    def save_ack(self, source: str, position: int) -> None:
+        with self._write("remember an acknowledgement") as db:
+            db.execute(
+                "insert into acks values (?, ?) on conflict do update set position = max(position, excluded.position)",
+                (source, position),
+            )
+
+    def get_ack(self, source: str) -> int | None:
+        rows = self._read("select position from acks where source = ?", (source,))
+        return int(rows[0][0]) if rows else None
 
     def set_runtime(self, runtime: Runtime) -> None:
         at = runtime.updated_at.isoformat() if runtime.updated_at else _now()
