@@ -57,6 +57,7 @@ class CaptureLoop:
         self._progress_at = float("-inf")
         self._looked_at = float("-inf")
         self._dropped_at = float("-inf")
+        self._facts: Json = {}
         self._said: Json = {}
 
     def run(self) -> None:
@@ -287,15 +288,21 @@ class CaptureLoop:
             self._tell(self._writer)
 
     def _tell(self, writer: JournalWriter | None) -> None:
-        said: Json = {**self._log.to_json(), "state": self._state, "rows": self._rows, "acked": self._acked}
         if writer is not None:
-            said |= {
+            self._facts = {
                 "journal_id": writer.header.journal_id,
                 "incarnation": writer.header.incarnation,
                 "seq": writer.head.seq,
                 "end": writer.end,
                 "commit_ts_us": writer.head.commit_ts_us,
             }
+        said: Json = {
+            **self._log.to_json(),
+            **self._facts,
+            "state": self._state,
+            "rows": self._rows,
+            "acked": self._acked,
+        }
         if said != self._said:
             self._said = said
             self._report.status(said)
