@@ -1,0 +1,117 @@
+"""The lines between engine and capture process: complete, bounded, never in the way."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from millstream.engine.capture_order import CaptureOrder, Control, Rebase
+from millstream.engine.capture_process import KEPT_EVENTS, NoPandas, Voice, listen
+from millstream.engine.supervisor import _error, _event
+from millstream.errors import JournalFull, SourceHalted
+from millstream.model import AckPolicy, OnLimit, SourceSpec
+from millstream.observe import Event, Level
+
+SPEC = SourceSpec(
+    "shop",
+    "postgres",
+    "postgresql://h/d",
+    "env:PW",
+    ("a.b", "c.*"),
+    AckPolicy.JOURNALED,
+    5,
+    OnLimit.HOLD,
+    {"slot": "s"},
+)
+
+
+def test_an_order_survives_the_way_as_json() -> None:
+    for order in (
+        CaptureOrder(SPEC, Path("/a b/journal"), expect_journal=True, rebase=Rebase(7, 2, 99)),
+        CaptureOrder(SPEC, Path("journal")),
+    ):
+        assert CaptureOrder.from_json(json.loads(json.dumps(order.to_json()))) == order
+
+
+def test_what_the_engine_says_counts_and_its_silence_stops() -> None:
+    control = Control()
+    lines = ['{"ack": 5}', '{"ack": 3, "planned_before": 1.5}', '{"ack": null, "stop": false}']
+    listen(lines, control)
+    assert (control.ack, control.planned_before, control.stopping.is_set()) == (5, 1.5, True)
+
+
+def test_nothing_is_heard_after_a_stop() -> None:
+    control = Control()
+    listen(['{"stop": true}', '{"ack": 9}'], control)
+    assert (control.ack, control.stopping.is_set()) == (None, True)
+
+
+def test_events_are_all_said_and_of_statuses_the_last() -> None:
+    out = io.StringIO()
+    voice = Voice(out)
+    for number in range(20):
+        voice.event(Event("a.b", "m", fields={"n": number}))
+        voice.status({"state": "running", "n": number})
+    voice.close()
+    said = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert [one["event"]["fields"]["n"] for one in said if "event" in one] == list(range(20))
+    statuses = [one["status"]["n"] for one in said if "status" in one]
+    assert statuses[-1] == 19
+    assert len(statuses) <= 2
+
+
+def test_an_engine_that_does_not_read_stops_nobody() -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as out:
+        voice = Voice(out)
+        for _ in range(3 * KEPT_EVENTS):  # far more than a pipe holds
+            voice.event(Event("a.b", "m" * 1000))
+        drained: list[str] = []
+        with os.fdopen(reading) as lines:
+            reader = threading.Thread(target=lambda: drained.extend(lines))
+            reader.start()
+            voice.close()
+            out.close()
+            reader.join()
+    kinds = [json.loads(line)["event"]["kind"] for line in drained]
+    assert "capture.events_dropped" in kinds
+    assert len(kinds) < 3 * KEPT_EVENTS
+
+
+def test_an_engine_that_is_gone_stops_nobody() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    out = os.fdopen(writing, "w")
+    voice = Voice(out)
+    voice.event(Event("a.b", "m"))
+    voice.close()
+    with pytest.raises(BrokenPipeError):
+        out.close()
+
+
+def test_an_event_and_its_error_are_what_they_were() -> None:
+    out = io.StringIO()
+    voice = Voice(out)
+    told = Event("capture.halted", "no slot", Level.ERROR, fields={"error": "JournalFull", "hint": "make room"})
+    voice.event(told)
+    voice.close()
+    heard = _event(json.loads(out.getvalue())["event"])
+    assert heard == told
+    error = _error(heard)
+    assert (type(error), error.message, error.hint) == (JournalFull, "no slot", "make room")
+    assert type(_error(Event("a.b", "m", fields={"error": "ZeroDivisionError"}))) is SourceHalted
+
+
+def test_pandas_is_refused_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", [NoPandas(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "pandas", raising=False)
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    with pytest.raises(ModuleNotFoundError):
+        __import__("pandas")
+    assert __import__("colorsys")
