@@ -137,7 +137,7 @@ def test_a_damaged_commit_file_stops_the_target(tmp_path: Path) -> None:
 
 def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("")
-    with pytest.raises(TargetRefused, match="cannot write .*: EEXIST"):
+    with pytest.raises(TargetRefused, match=r"cannot write .*: EEXIST"):
         opened(tmp_path / "x")
 
 

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from py4j.protocol import Py4JError
-from pyspark.errors import PySparkException
+from pyspark.errors import PySparkException, PythonException
 from pyspark.sql import DataFrame, SparkSession
 
 from millstream.engine.backoff import Backoff
 from millstream.engine.batch import BatchResult, run_batch
 from millstream.engine.opening import Opened, Opening, from_micros
-from millstream.errors import JournalMismatch, MillstreamError, TargetError
+from millstream.errors import JournalError, JournalMismatch, MillstreamError, TargetError
 from millstream.failpoint import failpoint
 from millstream.model import Cursor, Json, SeqRange, StreamSpec, StreamState, TargetSpec
 from millstream.observe import Event, Level, Observer
@@ -29,8 +29,8 @@ from millstream.spark.slices import SliceOptions
 from millstream.state.base import StateStore
 from millstream.targets.base import Target
 
-ONCE_PATIENCE = 60.0
-"""Seconds that a run with an end waits for a target that cannot be reached."""
+ONCE_TRIES = 8
+"""How often a run with an end tries in vain (for about a minute) before it fails; one without an end never gives up."""
 
 CursorCallback = Callable[[Cursor], None]
 
@@ -78,6 +78,7 @@ class DeliveryQuery:
         self._opened: Opened | None = None
         self._fatal: MillstreamError | None = None
         self._distrust: str | None = None
+        self._progressed = False
         self._thread = threading.Thread(
             target=self._run, name=f"delivery-{stream.name}-{target_spec.name}", daemon=True
         )
@@ -143,6 +144,8 @@ class DeliveryQuery:
                 pass
         except MillstreamError as failed:
             self._fail(failed)
+        except Exception as defect:  # noqa: BLE001 - whatever it is, the target must not look healthy
+            self._fail(_unexpected(defect))
         finally:
             if self.state is not StreamState.FAILED:
                 self.state = StreamState.STOPPED
@@ -152,29 +155,31 @@ class DeliveryQuery:
     def _run_query(self, backoff: Backoff) -> bool:
         """Run one query to its end. Returns whether another one shall follow."""
         try:
-            self._open()
+            query = self._open()
         except MillstreamError as failed:
             if not failed.transient:
                 raise
             return self._pause(backoff, failed)
-        query = self._query
-        assert query is not None  # noqa: S101 - _open has set it
         failure = query.wait()
         if self._halt.is_set() or (self._once and failure is None):
             return False
         if self._fatal is not None:
             raise self._fatal
-        if self._distrust is not None:
+        if query.unusable is not None:
+            self._distrust = query.unusable
             return True
-        if self._counts["batches"]:
-            backoff.reset()
         self._check_spark(failure)
-        if not query.reached_journal and backoff.attempts:
+        self._opening.probe(self._current())
+        if self._progressed:
+            backoff.reset()
+        elif not query.reached_journal and backoff.attempts:
+            # Twice in a row it did not even come to planning. A new epoch at the cursor is exact whatever it was.
             self._distrust = "Spark's checkpoint cannot be read"
         return self._pause(backoff, failure)
 
-    def _open(self) -> None:
+    def _open(self) -> SliceQuery:
         reason, self._distrust = self._distrust, None
+        self._progressed = False
         opened = self._opening.open(reason)
         self._opened = opened
         if opened.reason is not None:
@@ -187,11 +192,13 @@ class DeliveryQuery:
         parallel = self._spark.sparkContext.defaultParallelism if self._target.capabilities.parallel else 1
         options = SliceOptions(opened.plan.locations, opened.start_seq, self._spec.limits, parallel, ready="")
         name = f"{self._stream.name}/{self._spec.name}"
-        self._query = SliceQuery(self._spark, name, options, opened.checkpoint, self._on_batch, once=self._once)
-        self._query.start()
+        query = SliceQuery(self._spark, name, options, opened.checkpoint, self._on_batch, once=self._once)
+        self._query = query
+        query.start()
         if not self._halt.is_set():
             self.state = StreamState.RUNNING
         self._settled.set()
+        return query
 
     def _check_spark(self, failure: Exception | None) -> None:
         """A session whose JVM is gone cannot be retried on."""
@@ -204,6 +211,8 @@ class DeliveryQuery:
 
     def _pause(self, backoff: Backoff, failure: Exception | None) -> bool:
         """Wait before the next try. False when the query was stopped meanwhile."""
+        if self._once and backoff.attempts >= ONCE_TRIES:
+            raise failure if isinstance(failure, MillstreamError) else _unexpected(failure)
         self._settled.set()
         delay = backoff.next()
         self._retry_event(failure, delay, backoff.attempts)
@@ -226,11 +235,15 @@ class DeliveryQuery:
             failpoint("delivery.batch_started")
             self._deliver(frame, span)
             self.planning_since = time.time()
-        except CheckpointUnusable as failed:
-            self._distrust = str(failed)
-            raise
         except MillstreamError as failed:
-            self._fatal = failed
+            # A plain JournalError says that a segment has changed its form: the range is planned again.
+            if type(failed) is not JournalError:
+                self._fatal = failed
+            raise
+        except (DeliveryStopped, CheckpointUnusable):
+            raise
+        except Exception as defect:
+            self._fatal = _unexpected(defect)
             raise
         finally:
             with self._idle:
@@ -239,16 +252,18 @@ class DeliveryQuery:
 
     def _deliver(self, frame: DataFrame, span: SeqRange) -> None:
         backoff = Backoff()
-        give_up = time.monotonic() + ONCE_PATIENCE if self._once else float("inf")
-        while not self._is_delivered(span):
+        while True:
             try:
-                self._try(frame, span)
+                if self._is_delivered(span):
+                    self._catch_up(span)
+                else:
+                    self._try(frame, span)
                 break
             except (MillstreamError, PySparkException, Py4JError) as failed:
                 if self._halt.is_set():
                     # Not an error of ours: Spark cancelled the job because we asked it to.
                     raise DeliveryStopped from failed
-                if time.monotonic() >= give_up or not _is_transient(failed):
+                if not _is_transient(failed) or (self._once and backoff.attempts >= ONCE_TRIES):
                     raise
                 delay = backoff.next()
                 self._retry_event(failed, delay, backoff.attempts)
@@ -271,6 +286,13 @@ class DeliveryQuery:
             raise CheckpointUnusable(f"a batch from {span.start} to {span.end} lies across the cursor at {seq}")
         return False
 
+    def _catch_up(self, span: SeqRange) -> None:
+        """Save the cursor of a batch that was published by a try, or a process, that came no further."""
+        cursor = self.cursor
+        if cursor is None or cursor.seq < span.end:
+            cut = self._opening.cut(span.end)
+            self._opening.save(self._current(), span.end, cut.resume_position, from_micros(cut.commit_ts_us))
+
     def _try(self, frame: DataFrame, span: SeqRange) -> None:
         started = time.monotonic()
         opened = self._current()
@@ -286,6 +308,7 @@ class DeliveryQuery:
     def _account(self, span: SeqRange, result: BatchResult, cursor: Cursor, seconds: float) -> None:
         milliseconds = round(seconds * 1000)
         counts = self._counts
+        self._progressed = True
         self._counts = {
             "events": counts["events"] + result.rows,
             "bytes": counts["bytes"] + result.bytes,
@@ -323,8 +346,16 @@ class DeliveryQuery:
 
 
 def _is_transient(failed: Exception) -> bool:
-    """Our errors say it themselves. What Spark reports is a lost worker or executor: a task names its own errors."""
-    return failed.transient if isinstance(failed, MillstreamError) else True
+    """Our errors say it themselves. What Spark reports is a lost worker or executor, since a task names its own
+    errors; only a task that could not even begin gives a PythonException, and it never will begin."""
+    if isinstance(failed, MillstreamError):
+        return failed.transient
+    return not isinstance(failed, PythonException) and "PythonException" not in str(failed)
+
+
+def _unexpected(defect: Exception | None) -> TargetError:
+    """A stranger's error as ours, by its class alone: its words may hold a user's values."""
+    return TargetError(f"delivery ended: {_kind(defect)}", hint="see spark.log in the home's spark directory")
 
 
 def _kind(failure: Exception | None) -> str:

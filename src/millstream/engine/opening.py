@@ -13,7 +13,7 @@ from millstream.errors import JournalMismatch
 from millstream.failpoint import failpoint
 from millstream.journal import Cut, JournalReader, check_cursor
 from millstream.journal.format import Header
-from millstream.model import Cursor
+from millstream.model import Cursor, SeqRange
 from millstream.spark.stage import StagePlan
 from millstream.state.base import EpochRecord, StateStore
 from millstream.targets.base import ASKING, Target, TargetContext
@@ -82,6 +82,13 @@ class Opening:
         """The truth: how far the target is."""
         own = self._target.cursor() if self._target.capabilities.keeps_cursor else self._saved()
         return opened.seq if own is None or own.journal_id != opened.header.journal_id else own.seq
+
+    def probe(self, opened: Opened) -> None:
+        """Plan the next batch here, to learn from the journal itself what Spark's planning process ran into."""
+        seq = self.delivered_seq(opened)
+        planned = self._journal.plan_end(seq, max_events=1, max_bytes=1)
+        if planned is not None:
+            self._journal.slices(SeqRange(seq, planned.end))
 
     def cut(self, seq: int) -> Cut:
         """The transaction end at `seq`."""

@@ -32,7 +32,7 @@ _starting = threading.Lock()
 
 
 class CheckpointUnusable(Exception):
-    """Spark's own record of the batches cannot be read, or says what cannot be."""
+    """Spark's own record of the batches cannot be read, or says what cannot be. Raised inside a batch."""
 
 
 class SliceQuery:
@@ -56,6 +56,9 @@ class SliceQuery:
         self._known = threading.Event()
         self._query: StreamingQuery | None = None
         self._reached = False
+        self._failed: Exception | None = None
+        self.unusable: str | None = None
+        """Why the checkpoint cannot be used, if a batch found out."""
         self._ready = checkpoint.parent / f".ready-{uuid4().hex}"
         spark.dataSource.register(SliceSource)
         plan = replace(options, ready=str(self._ready)).encode()
@@ -70,7 +73,7 @@ class SliceQuery:
         self._writer = writer.trigger(availableNow=True) if once else writer
 
     def start(self) -> None:
-        """Start, and return when the planning process answers or the query has ended."""
+        """Start, and return when the planning process answers or the query has ended. `wait` tells why."""
         with _starting:
             try:
                 self._query = self._writer.start()
@@ -81,6 +84,8 @@ class SliceQuery:
                 while not self._ready.exists() and self._query.isActive and time.monotonic() < deadline:
                     pause.wait(0.02)
                 self._reached = self._ready.exists()
+            except (PySparkException, Py4JError) as failed:
+                self._failed = failed
             finally:
                 self._ready.unlink(missing_ok=True)
 
@@ -91,7 +96,8 @@ class SliceQuery:
 
     def wait(self) -> Exception | None:
         """Wait for the end of the query and return why it failed, or None."""
-        assert self._query is not None  # noqa: S101 - start() comes first
+        if self._query is None:
+            return self._failed
         try:
             self._query.awaitTermination()
         except (PySparkException, Py4JError) as failed:
@@ -106,7 +112,12 @@ class SliceQuery:
 
     def _on_batch(self, frame: DataFrame, batch: int) -> None:
         self._known.wait()
-        self._deliver(frame, SeqRange(self._offset(batch - 1) if batch else self._start_seq, self._offset(batch)))
+        try:
+            start = self._offset(batch - 1) if batch else self._start_seq
+            self._deliver(frame, SeqRange(start, self._offset(batch)))
+        except CheckpointUnusable as failed:
+            self.unusable = str(failed)
+            raise
 
     def _offset(self, batch: int) -> int:
         """The end of a batch, from the running query's own log. The files' format is Spark's secret."""
