@@ -17,7 +17,7 @@ from millstream.errors import OutOfRange
 from millstream.journal.catalog import Catalog, View
 from millstream.journal.format import Head, Header
 from millstream.journal.index import CUT_ROWS, Cut, Records, column, to_cut, transaction_ends
-from millstream.journal.slices import EMPTY, open_slice, open_slices, sealed_slices
+from millstream.journal.slices import EMPTY, open_slices, read_slice, sealed_slices
 from millstream.model import SeqRange
 
 _Match = Callable[[pa.RecordBatch], npt.NDArray[np.bool_]]
@@ -31,7 +31,7 @@ def rows_between(catalog: Catalog, views: Sequence[View], start: int, end: int) 
         if view.last_seq > start and view.first_seq <= end:
             make = sealed_slices if view.sealed else open_slices
             names = {"journal_id": catalog.header().journal_id, "epoch": view.epoch, "segment": view.name}
-            found += [open_slice(slice, catalog.bases, range) for slice in make(catalog.index(view), range, **names)]
+            found += [read_slice(slice, catalog.bases, range) for slice in make(catalog.index(view), range, **names)]
     rows = pa.concat_batches(found)
     return rows.take(pa.array(np.argsort(column(rows, "seq"))))
 

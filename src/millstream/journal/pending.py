@@ -14,7 +14,7 @@ from millstream.journal.index import column, row_bytes
 from millstream.journal.segment import End
 from millstream.sources.base import CAPTURED, Block
 
-FLUSH_BYTES = 16 << 20
+FLUSH_BYTES = 8 << 20
 """More than this is not kept in memory, committed or not."""
 
 
@@ -28,6 +28,7 @@ class Pending:
         """Forget everything; the journal stands at `end`."""
         self.end = end
         self.open_transaction = False
+        self._next_index = 0
         self.clear()
 
     def clear(self) -> None:
@@ -56,6 +57,7 @@ class Pending:
                 end.covered if block.open_transaction else max(end.covered, resume),
                 int(column(rows, "commit_ts")[-1]),
             )
+            self._next_index = int(column(rows, "tx_index")[-1]) + 1
             self._blocks.append(rows)
             self._rows += len(rows)
             size = int(row_bytes(rows).sum())
@@ -82,6 +84,10 @@ class Pending:
             )
         if (np.diff(commit) < 0).any() or (np.diff(resume) < 0).any():
             raise JournalError("the positions in a block go back")
+        index = column(rows, "tx_index")
+        follows = np.where(np.diff(commit) == 0, np.diff(index) == 1, index[1:] == 0)
+        if not follows.all() or index[0] != (self._next_index if self.open_transaction else 0):
+            raise JournalError("a block holds a part of a transaction: its changes are not numbered on")
         relation = column(rows, "relation")
         if relation.min() < 0 or relation.max() > relations:
             raise JournalError(f"a block names relation {relation.max()}, but only {relations} are registered")

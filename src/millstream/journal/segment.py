@@ -257,9 +257,10 @@ class SegmentFiles:
         """Forget everything after a mark, durably."""
         sizes = (mark.length, mark.index_entries * INDEX.itemsize, mark.cut_entries * CUTS.itemsize)
         with disk_errors(self.path, "cut the segment back"):
-            for fd, size in zip(self._fds, sizes, strict=True):
-                os.ftruncate(fd, size)
-        self.sync()
+            if any(os.fstat(fd).st_size != size for fd, size in zip(self._fds, sizes, strict=True)):
+                for fd, size in zip(self._fds, sizes, strict=True):
+                    os.ftruncate(fd, size)
+                self.sync()
 
     def close(self) -> None:
         while self._fds:

@@ -92,14 +92,18 @@ def open_slice(
     written, JournalMismatch when the location holds another journal, JournalError when the segment
     is gone (the range must be planned again).
     """
-    batches = [_rows(batch, slice.relation, range, after_position) for batch in _checked(slice, tuple(locations))]
-    if len(batches) == 1:
-        return batches[0]
-    return pa.concat_batches([batch for batch in batches if len(batch)] or batches[:1])
+    try:
+        return read_slice(slice, locations, range, after_position)
+    except FileNotFoundError as error:
+        raise JournalError(f"segment {slice.segment} is gone", hint="the range must be planned again") from error
 
 
-def _rows(batch: pa.RecordBatch, relation: int, range: SeqRange | None, after_position: int | None) -> pa.RecordBatch:
-    chosen = column(batch, "relation") == relation
+def read_slice(
+    slice: Slice, locations: Sequence[str], range: SeqRange | None = None, after_position: int | None = None
+) -> pa.RecordBatch:
+    """As `open_slice`, for those who plan again themselves when they meet FileNotFoundError."""
+    batch = _checked(slice, tuple(locations))
+    chosen = column(batch, "relation") == slice.relation
     if range is not None:
         seq = column(batch, "seq")
         chosen &= (seq > range.start) & (seq <= range.end)
@@ -108,28 +112,26 @@ def _rows(batch: pa.RecordBatch, relation: int, range: SeqRange | None, after_po
     return batch if chosen.all() else batch.take(pa.array(np.flatnonzero(chosen)))
 
 
-_last: tuple[object, list[pa.RecordBatch]] | None = None
+_last: tuple[object, pa.RecordBatch] | None = None
 """The window this process opened last. Relations of one window are usually opened one after another."""
 _journals: dict[tuple[str, ...], str] = {}
 
 
-def _checked(slice: Slice, bases: tuple[str, ...]) -> list[pa.RecordBatch]:
+def _checked(slice: Slice, bases: tuple[str, ...]) -> pa.RecordBatch:
+    """All rows in the bytes of a slice, whatever their relation."""
     global _last
     key = (bases, slice.journal_id, slice.segment, slice.offset, slice.length, slice.crc)
     if _last is not None and _last[0] == key:
         return _last[1]
     locations = Locations(bases)
     _check_journal(slice, locations)
-    try:
-        data = locations.read(f"segments/{slice.segment}.arrows", slice.offset, slice.length)
-    except FileNotFoundError as error:
-        raise JournalError(f"segment {slice.segment} is gone", hint="the range must be planned again") from error
-    batches = _parse(slice, data)
-    _last = (key, batches) if data.size <= _KEEP_BYTES else None
-    return batches
+    data = locations.read(f"segments/{slice.segment}.arrows", slice.offset, slice.length)
+    batch = _parse(slice, data)
+    _last = (key, batch) if data.size <= _KEEP_BYTES else None
+    return batch
 
 
-def _parse(slice: Slice, data: pa.Buffer) -> list[pa.RecordBatch]:
+def _parse(slice: Slice, data: pa.Buffer) -> pa.RecordBatch:
     where = f"segment {slice.segment}"
     found = list(frames(data, slice.offset))
     with_rows = [frame for frame in found if frame.has_rows]
@@ -140,7 +142,8 @@ def _parse(slice: Slice, data: pa.Buffer) -> list[pa.RecordBatch]:
             f"{where}: the bytes {slice.offset} to {slice.offset + slice.length} are not those that were written",
             hint="`millstream journal verify` shows what is damaged",
         )
-    return [record_batch(frame, where) for frame in with_rows]
+    batches = [record_batch(frame, where) for frame in with_rows]
+    return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
 
 
 def _check_journal(slice: Slice, locations: Locations) -> None:

@@ -61,11 +61,12 @@ class JournalWriter:
         self._relations = RelationLog(path, old.relations_bytes if _same(old, header) and old else 0)
         state = recover(path, header, old, self._epoch)
         self._manifest = state.manifest
-        self._superseded = {
-            entry.number: entry.sealed_at
+        self._superseded: dict[int, float | None] = {
+            entry.number: None
             for entry in state.manifest.entries
             if entry.sealed and (self._segments / f"{segment_name(entry.number)}.arrows").exists()
         }
+        """Open forms that nobody needs any more, and when the head began to say so."""
         self._pending = Pending(state.end)
         self._tail = Tail(
             self._segments,
@@ -268,7 +269,7 @@ class JournalWriter:
 
     def _add_sealed(self, entry: Entry) -> None:
         self._save_manifest(self._manifest.adding(entry))
-        self._superseded[entry.number] = entry.sealed_at
+        self._superseded[entry.number] = None
 
     def _save_manifest(self, manifest: Manifest) -> None:
         manifest.save(self.path)
@@ -276,11 +277,11 @@ class JournalWriter:
         failpoint("journal.manifest_published")
 
     def drop_superseded(self, planned_before: float) -> None:
-        """Remove open forms whose sealed form was in the manifest before this unix time.
+        """Remove open forms whose sealed form was published before this unix time.
 
         The caller knows that no batch planned before that time is still running.
         """
-        ready = [number for number, sealed_at in self._superseded.items() if sealed_at < planned_before]
+        ready = [number for number, since in self._superseded.items() if since is not None and since < planned_before]
         for number in ready:
             with disk_errors(self._segments, "remove a superseded segment"):
                 remove_file(self._segments / f"{segment_name(number)}.arrows")
@@ -340,6 +341,9 @@ class JournalWriter:
         )
         with disk_errors(self.path / HEAD, "publish the head"):
             os.pwrite(self._head_fd, head.to_bytes(), 0)
+        for number, since in self._superseded.items():
+            if since is None:
+                self._superseded[number] = time.time()
         return head
 
 

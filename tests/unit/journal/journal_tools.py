@@ -116,8 +116,9 @@ def numbered(transactions: Sequence[Transaction], first_seq: int = 1) -> pa.Tabl
 
 def read_range(reader: JournalReader, range: SeqRange) -> pa.Table:
     """All rows of a range through slices, in seq order."""
-    found = [open_slice(slice, reader.locations, range) for slice in reader.slices(range)]
-    for slice, batch in zip(reader.slices(range), found, strict=True):
+    slices = reader.slices(range)
+    found = [open_slice(slice, reader.locations, range) for slice in slices]
+    for slice, batch in zip(slices, found, strict=True):
         assert set(batch.column("relation").to_pylist()) <= {slice.relation}
     return pa.Table.from_batches(found, JOURNAL).sort_by("seq").combine_chunks()
 

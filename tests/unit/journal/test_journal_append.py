@@ -154,6 +154,19 @@ def test_rows_that_are_covered_already_are_refused(tmp_path: Path) -> None:
     assert read_all(tmp_path / "j").equals(numbered([one, two]))
 
 
+def test_a_part_of_a_transaction_is_refused(tmp_path: Path) -> None:
+    one = Maker().transaction(10)
+    with create(tmp_path / "j") as writer:
+        for rows in (one.rows.slice(1), one.rows.take(pa.array([0, 1, 3]))):
+            with pytest.raises(JournalError, match="part of a transaction"):
+                writer.append(Block(rows))
+        writer.append(Block(one.rows.slice(0, 4), open_transaction=True))
+        with pytest.raises(JournalError, match="part of a transaction"):
+            writer.append(Block(one.rows.slice(5)))
+        writer.append(Block(one.rows.slice(4)))
+    assert read_all(tmp_path / "j").equals(numbered([one]))
+
+
 def test_rows_of_an_unknown_relation_are_refused(tmp_path: Path) -> None:
     with create(tmp_path / "j") as writer, pytest.raises(JournalError, match="registered"):
         writer.append(block(Maker().transaction(100, relations=40)))

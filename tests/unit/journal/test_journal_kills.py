@@ -22,7 +22,7 @@ FAILPOINTS = sorted(
 ONCE = {"journal.created", "journal.recovered", "journal.relation_written"}
 """Steps that a writer passes once."""
 
-ROUNDS = 40
+ROUNDS = 25
 OPTIONS = {"segment_bytes": 6000, "flush_bytes": 900}
 
 

@@ -190,13 +190,13 @@ def test_a_reader_never_lists_stats_or_maps(tmp_path: Path, monkeypatch: pytest.
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a reader must not do this")
 
-    for name in ("listdir", "scandir", "stat", "lstat", "open"):
-        monkeypatch.setattr(os, name, refuse)
-    monkeypatch.setattr(pa, "memory_map", refuse)
-    monkeypatch.setattr("builtins.open", refuse)
     reader = JournalReader([str(tmp_path / "j")])
-    got = read_range(reader, SeqRange(0, 300))
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        for name in ("listdir", "scandir", "stat", "lstat", "open"):
+            patched.setattr(os, name, refuse)
+        patched.setattr(pa, "memory_map", refuse)
+        patched.setattr("builtins.open", refuse)
+        got = read_range(reader, SeqRange(0, 300))
     assert got.equals(numbered(written))
 
 

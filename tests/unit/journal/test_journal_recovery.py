@@ -43,22 +43,22 @@ def without_head(path: Path) -> None:
     (path / "head").unlink()
 
 
-def test_a_tail_torn_at_any_byte_is_cut(tmp_path: Path) -> None:
-    written, lengths = three_commits(tmp_path / "j")
+def test_a_tail_torn_at_any_byte_is_cut(memory_path: Path) -> None:
+    written, lengths = three_commits(memory_path / "j")
     maker = Maker(seed=5, position=written[-1].resume)
-    [path] = segment_files(tmp_path / "j")
+    [path] = segment_files(memory_path / "j")
     raw = path.read_bytes()
     for size in range(lengths[1], lengths[2]):
         path.write_bytes(raw[:size])
-        without_head(tmp_path / "j")
-        with JournalWriter.open(tmp_path / "j") as writer:
+        without_head(memory_path / "j")
+        with JournalWriter.open(memory_path / "j") as writer:
             assert (size, writer.head.seq, writer.end) == (size, 5, written[1].resume)
             if size % 97 == 0:
                 more = maker.transaction(2)
                 writer.append(block(more))
                 writer.commit()
-                assert read_all(tmp_path / "j").equals(numbered([*written[:2], more]))
-                assert verify(tmp_path / "j") == []
+                assert read_all(memory_path / "j").equals(numbered([*written[:2], more]))
+                assert verify(memory_path / "j") == []
 
 
 def test_a_tail_of_zeros_is_cut(tmp_path: Path) -> None:
