@@ -177,7 +177,7 @@ def test_verify_finds_a_whole_journal_whole_and_a_flipped_byte(home: Home) -> No
 
 def test_rebase_says_what_it_would_do_and_does_it_only_when_confirmed(home: Home) -> None:
     store = home.open_state()
-    store.put_stream("shop", {"name": "shop", "source": {"name": "shop"}})
+    store.put_stream("shop", {"name": "shop", "source": {"name": "shop"}, "commit": "all"})
     store.save_cursor(Cursor("shop", "log", "j1", 1, 4, 1208))
     store.save_cursor(Cursor("shop", "spare", "j1", 1, 90, 1108))
     store.close()
