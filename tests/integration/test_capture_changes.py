@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from millstream.errors import SourceUnavailable
+from millstream.errors import SourceHalted, SourceUnavailable
 from millstream.sources.base import Block
+from millstream.sources.postgres import source
 from tests.fixtures.capture import Driver, Oracle, drive, facts
 from tests.fixtures.postgres import Database
 
@@ -254,3 +256,30 @@ def test_two_captures_of_one_source_are_refused(database: Database, tmp_path: Pa
         capture.step()
         with pytest.raises(SourceUnavailable, match="another capture holds slot"), drive(database, tmp_path / "b"):
             pass
+
+
+def test_a_publication_that_is_changed_while_we_read_halts(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "WATCH_SECONDS", 0.1)
+    database.sql("CREATE TABLE t (id int PRIMARY KEY); CREATE TABLE u (id int PRIMARY KEY)")
+    with drive(database, tmp_path) as capture:
+        database.sql("INSERT INTO t VALUES (1)")
+        capture.catch_up()
+        database.sql(f"ALTER PUBLICATION {database.name} DROP TABLE t")
+        with pytest.raises(SourceHalted, match="changes may be missing"):
+            read_for_ever(capture)
+
+
+def test_the_server_hears_from_us_in_time_whatever_delivery_does(database: Database, tmp_path: Path) -> None:
+    database.sql("CREATE TABLE t (id int PRIMARY KEY)")
+    database.sql(f"ALTER DATABASE {database.name} SET wal_sender_timeout = '900ms'")
+    with drive(database, tmp_path, options={"heartbeat_interval": "0s"}) as capture:
+        capture.connect()
+        until = time.monotonic() + 3.0
+        while time.monotonic() < until:  # nothing is ever acknowledged
+            capture.step()
+        database.sql("INSERT INTO t VALUES (1)")
+        assert len(capture.catch_up()) == 1
+        heard = f"reply_time > now() - interval '1 s' AND application_name = 'millstream {database.name}'"
+        assert database.sql(f"SELECT count(*) FROM pg_stat_replication WHERE {heard}") == [(1,)]

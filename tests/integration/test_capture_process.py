@@ -226,6 +226,41 @@ def test_what_is_not_as_it_was_left_halts_for_good_and_says_what_to_do(database:
         assert (capture.supervisor.restarts, capture.supervisor.pid) == (0, None)
 
 
+def test_a_stop_does_not_wait_for_other_peoples_transactions(database: Database, tmp_path: Path) -> None:
+    database.sql(TABLE)
+    slots = f"SELECT count(*) FROM pg_replication_slots WHERE slot_name = '{database.name}'"
+    with database.connect(autocommit=False) as writer:
+        writer.execute("INSERT INTO t VALUES (1, 'a')")
+        with captured(database, tmp_path / "journal") as capture:
+            assert capture.supervisor.wait_for(lambda _: "source.waiting" in capture.kinds, 20)
+            capture.supervisor.stop(8)
+            assert capture.supervisor.state == "stopped"
+            assert "capture.killed" not in capture.kinds
+        database.await_true(f"SELECT ({slots}) = 0")
+        with captured(database, tmp_path / "journal") as capture:
+            assert capture.supervisor.wait_for(lambda _: "source.waiting" in capture.kinds, 20)
+            assert capture.supervisor.pid is not None
+            os.kill(capture.supervisor.pid, signal.SIGKILL)
+            assert capture.supervisor.wait_for(lambda _: "capture.unavailable" in capture.kinds, 20)
+            assert "still being made" in str(capture.supervisor.error)
+            writer.rollback()
+            capture.await_state("running", 30)
+            database.sql("INSERT INTO t VALUES (2, 'b')")
+            capture.await_log_end()
+        assert [row["tx_index"] for row in capture.rows()] == [0]
+
+
+def test_a_process_that_does_not_stop_is_killed(database: Database, tmp_path: Path) -> None:
+    database.sql(TABLE)
+    with captured(database, tmp_path / "journal") as capture:
+        capture.await_state("running")
+        assert capture.supervisor.pid is not None
+        os.kill(capture.supervisor.pid, signal.SIGSTOP)
+        capture.supervisor.stop(0.5)
+        assert capture.supervisor.state == "stopped"
+        assert "capture.killed" in capture.kinds
+
+
 def _alone(database: Database, journal: Path) -> subprocess.Popen[str]:
     """The process without a supervisor."""
     process = subprocess.Popen(

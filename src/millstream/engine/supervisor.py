@@ -138,7 +138,8 @@ class Supervisor:
 
     def _run_once(self) -> int:
         process = subprocess.Popen(
-            [sys.executable, "-m", "millstream.engine.capture_process"],
+            # -P: a file in the working directory must not stand in for a module.
+            [sys.executable, "-P", "-m", "millstream.engine.capture_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

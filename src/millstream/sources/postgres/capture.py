@@ -187,12 +187,13 @@ class Replication:
     def _await(self, seconds: float) -> bool:
         """Wait for more input, and take it in; False when none came."""
         try:
-            if not self._poll.poll(seconds * 1000):
-                return False
-            self._connection.consume_input()
+            readable = bool(self._poll.poll(seconds * 1000))
+            # Bytes that TLS has already decrypted are not seen by poll, and must not wait for the next ones.
+            if readable or self._connection.ssl_in_use:
+                self._connection.consume_input()
         except psycopg.Error as lost:
             raise self._lost(lost) from None
-        return True
+        return readable
 
     # -- answering ---------------------------------------------------------------------------
 

@@ -115,7 +115,7 @@ def slot_problem(info: SlotInfo, database: str) -> str | None:
         return f"slot {info.name} has lost log that we need ({info.invalidation or 'max_slot_wal_keep_size'})"
     if info.invalidation is not None:
         return f"slot {info.name} was invalidated ({info.invalidation})"
-    if info.confirmed_flush is None:
+    if info.confirmed_flush is None and info.active_pid is None:
         return f"slot {info.name} was never finished"
     return None
 
@@ -139,6 +139,12 @@ def ensure_slot(
     if info is None:
         return SlotStart(_create(conn, replication, options, on_wait), created=True)
     problem = slot_problem(info, conn.info.dbname)
+    if problem is None and info.confirmed_flush is None:
+        # A process that was killed while it made the slot leaves a session that goes on making it.
+        raise SourceUnavailable(
+            f"slot {info.name} is still being made by server process {info.active_pid}",
+            hint="it waits for open transactions to end",
+        )
     if problem is None and publications_created:
         problem = f"slot {options.slot} is older than the publications, so it cannot be read through them"
     if problem is not None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from psycopg import pq
 from psycopg.pq.abc import PGconn
 
 from millstream.model import Json, Relation, SourceSpec
@@ -81,7 +82,6 @@ class PostgresSource:
         """Publications first, then the slot, for a source that has no journal yet."""
         control, stream = self._connections()
         plan = sync_publications(control, self._spec.tables, self._options, first_start=True)
-        self._warn(plan.findings)
         self._published = plan.publications
         start = ensure_slot(
             control, stream, self._options, publications_created=plan.created, on_wait=self._waits
@@ -144,6 +144,9 @@ class PostgresSource:
         if replication is not None:
             replication.finish()
         elif stream is not None:
+            if stream.transaction_status == pq.TransactionStatus.ACTIVE:
+                # Given up while a slot was being made: the server would go on making it without us.
+                stream.get_cancel().cancel()
             stream.finish()
         if control is not None:
             control.close()
