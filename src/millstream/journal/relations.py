@@ -8,7 +8,7 @@ from pathlib import Path
 
 from millstream.errors import JournalCorrupt, JournalFull
 from millstream.failpoint import failpoint
-from millstream.journal.files import disk_errors, open_file, sync_file, write_all
+from millstream.journal.files import disk_errors, open_file, sync_directory, sync_file, write_all
 from millstream.model import Relation
 
 FILE = "relations.jsonl"
@@ -42,8 +42,11 @@ class RelationLog:
         """Open, and cut off a line that was never finished. `least_bytes` were promised to readers."""
         self._path = directory / FILE
         with disk_errors(self._path, "open the relations"):
+            new = not self._path.exists()
             self._fd = open_file(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             raw = self._path.read_bytes()
+            if new:
+                sync_directory(directory)
         whole = raw[: raw.rfind(b"\n") + 1]
         if len(whole) < least_bytes:
             raise JournalCorrupt(f"{self._path} has {len(whole)} bytes of the {least_bytes} that were committed")

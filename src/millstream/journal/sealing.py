@@ -14,8 +14,9 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -121,6 +122,8 @@ def _write_sealed(
         index = [np.zeros(0, INDEX)]
         for batch in runs(source, entry, stop):
             index.append(output.batch(batch))
+            # Arrow needs 20 MB here, but its allocator would keep 70: capture's memory is bounded.
+            pa.default_memory_pool().release_unused()
         raw = np.concatenate(index).tobytes()
         end = End(entry.last_seq, entry.commit_position, entry.resume_position, entry.covered, entry.commit_ts_us)
         mark = Mark(
@@ -219,17 +222,15 @@ def runs(source: Path, entry: Entry, stop: threading.Event) -> Iterator[pa.Recor
     for group in _groups(index):
         wanted = index[np.isin(index["relation"], list(group.relations))]
         gathered: list[pa.RecordBatch] = []
-        size = 0
         for batch in _matching(source, wanted, group.relations):
             if stop.is_set():
                 raise Cancelled
             gathered.append(batch)
-            size += batch.nbytes
-            if group.streamed and size >= RUN_BYTES:
-                yield from _cut_runs(pa.concat_batches(gathered))
-                gathered, size = [], 0
-        if gathered:
-            yield from _by_relation(pa.concat_batches(gathered))
+            if group.streamed:
+                *full, rest = _cut_runs(pa.concat_batches(gathered))
+                yield from full
+                gathered = [rest]
+        yield from _by_relation(pa.concat_batches(gathered))
 
 
 def _groups(index: Records) -> Iterator[_Group]:
@@ -273,12 +274,15 @@ def _matching(source: Path, wanted: Records, relations: frozenset[int]) -> Itera
             yield _only(_read_stretch(file, part, source), keys)
 
 
-def _read_stretch(file: BinaryIO, messages: Records, source: Path) -> pa.RecordBatch:
+def _read_stretch(file: FileIO, messages: Records, source: Path) -> pa.RecordBatch:
     start = int(messages["offset"][0])
-    data = bytearray(SCHEMA_MESSAGE)
-    file.seek(start)
-    data += file.read(int(messages["offset"][-1] + messages["length"][-1]) - start)
+    length = int(messages["offset"][-1] + messages["length"][-1]) - start
+    data = bytearray(len(SCHEMA_MESSAGE) + length)
     view = memoryview(data)
+    view[: len(SCHEMA_MESSAGE)] = SCHEMA_MESSAGE
+    file.seek(start)
+    if file.readinto(view[len(SCHEMA_MESSAGE) :]) != length:
+        raise JournalCorrupt(f"{source} ends before byte {start + length}", hint="restore the file")
     starts = (messages["offset"] - start + len(SCHEMA_MESSAGE)).tolist()
     places = zip(starts, messages["length"].tolist(), messages["crc"].tolist(), strict=True)
     for at, length, crc in places:

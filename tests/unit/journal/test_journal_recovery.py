@@ -128,6 +128,7 @@ def test_a_missing_segment_is_corruption(tmp_path: Path) -> None:
             writer.append(block(one))
             writer.commit()
         seal_everything(writer)
+        writer.append(block(maker.transaction(1)))
     closed = segment_files(tmp_path / "j")
     sealed = [path for path in closed if ".sealed" in path.name]
     assert len(sealed) >= 3
