@@ -44,8 +44,8 @@ def journal_exists(path: Path) -> bool:
 class JournalWriter:
     """Appends what capture hands over and makes it durable. One instance, one thread, one process.
 
-    Nothing is visible or promised before `commit` has returned. After JournalFull everything
-    appended since the last commit is gone, on disk and in memory: the caller connects again from
+    Nothing is visible or promised before `commit` has returned. After JournalFull from `append` or
+    `commit` everything appended since the last commit is gone, on disk and in memory: the caller connects again from
     `end`, on the same writer, when there may be room. After any other error the writer is closed
     and a new one opened.
     """
@@ -252,7 +252,8 @@ class JournalWriter:
         """Start and collect background sealing. Cheap; call it on every turn of the loop.
 
         Raises what a sealing raised: JournalFull (the same segment is tried again on the next
-        call) or JournalCorrupt.
+        call) or JournalCorrupt. Unlike `append` and `commit` it leaves what is pending as it is:
+        commit it before connecting again from `end`.
         """
         if self._collect():
             self.head = self._publish()
