@@ -42,7 +42,7 @@ def trade(journal: Journal, transactions: int, rows: int = 10, seed: int = 1) ->
     journal.commit()
 
 
-def test_every_change_arrives_once_in_whole_transactions(bench: Bench) -> None:
+def test_every_change_arrives_once_in_whole_transactions(bench: Bench, spark: SparkSession) -> None:
     trade(bench.journal, transactions=60)
     query = bench.deliver_all(BatchLimits(max_ms=0, max_bytes=1 << 30, max_events=250))
     assert (query.state, query.error) == (StreamState.STOPPED, None)
@@ -54,6 +54,9 @@ def test_every_change_arrives_once_in_whole_transactions(bench: Bench) -> None:
     assert sum(file["rows"] for commit in commits for file in commit["files"]) == 600
     for file in (file for commit in commits for file in commit["files"]):
         assert (bench.log / file["path"]).stat().st_size == file["bytes"]
+    rows = spark.read.parquet(str(bench.log / "public.orders")).orderBy("_ms_seq").collect()
+    expected = [(seq, c.id, c.body) for seq, c in bench.journal.written.items() if c.table == "public.orders"]
+    assert [(row._ms_seq, row.id, row.body) for row in rows] == expected
 
 
 def test_the_cursor_covers_the_journal_and_status_counts(bench: Bench) -> None:
@@ -70,14 +73,6 @@ def test_the_cursor_covers_the_journal_and_status_counts(bench: Bench) -> None:
     spec = query._spec
     position = ack_position("all", [spec], {"log": cursor}, journal_id=head.journal_id, head=head, start_position=0)
     assert position == head.covered
-
-
-def test_spark_reads_the_files_as_a_table(bench: Bench, spark: SparkSession) -> None:
-    trade(bench.journal, transactions=5)
-    bench.deliver_all()
-    rows = spark.read.parquet(str(bench.log / "public.orders")).orderBy("_ms_seq").collect()
-    expected = [(seq, c.id, c.body) for seq, c in bench.journal.written.items() if c.table == "public.orders"]
-    assert [(row._ms_seq, row.id, row.body) for row in rows] == expected
 
 
 def test_changes_that_come_while_it_runs_arrive_and_a_restart_goes_on(bench: Bench) -> None:

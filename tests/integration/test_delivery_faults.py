@@ -106,11 +106,10 @@ def test_a_stop_that_drains_lets_the_batch_finish(bench: Bench) -> None:
     assert delivered(bench.log) == bench.journal.written
 
 
-@pytest.mark.parametrize("damaged", ["offsets/0", "metadata"])
-def test_a_checkpoint_that_rots_means_a_new_epoch_at_the_cursor(bench: Bench, damaged: str) -> None:
+def test_a_checkpoint_that_rots_means_a_new_epoch_at_the_cursor(bench: Bench) -> None:
     trade(bench.journal)
     bench.deliver_all()
-    (bench.checkpoints / "1" / damaged).write_text("{")
+    (bench.checkpoints / "1" / "offsets" / "0").write_text("{")
     trade(bench.journal)
     query = bench.deliver_all()
     assert (query.state, query.error) == (StreamState.STOPPED, None)

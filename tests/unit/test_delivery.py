@@ -9,8 +9,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from py4j.protocol import Py4JError
 
-from millstream.engine import delivery
+from millstream.engine import batch, delivery
 from millstream.engine.batch import collected
 from millstream.errors import JournalCorrupt, JournalMismatch, MillstreamError, TargetRefused, TargetUnavailable
 from millstream.model import BatchLimits, SeqRange, StreamState
@@ -130,6 +131,25 @@ def test_an_unexpected_error_is_named_by_its_class_alone(bench: Bench) -> None:
     assert "user" not in str(query.error) + str(bench.watching.events)
 
 
+def test_a_lost_worker_is_tried_again_but_a_lost_spark_is_not(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    trade(bench.journal)
+    lost = [Py4JError("a worker"), Py4JError("another")]
+
+    def run_batch(*arguments: object) -> object:
+        if lost:
+            raise lost.pop()
+        return batch.run_batch(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(delivery, "run_batch", run_batch)
+    assert bench.deliver_all().error is None
+    assert delivered(bench.log) == bench.journal.written
+    trade(bench.journal)
+    lost += [Py4JError("everything")]
+    monkeypatch.setattr(FakeSpark, "isStopped", lambda _: True)
+    query = bench.deliver_all()
+    assert (query.state, query.error and query.error.message) == (StreamState.FAILED, "Spark has ended")
+
+
 def test_batches_that_come_again_are_skipped(bench: Bench) -> None:
     trade(bench.journal, transactions=4)
     bench.deliver_all(TWENTY)
@@ -145,12 +165,27 @@ def test_a_batch_across_the_cursor_means_a_new_epoch_there(bench: Bench) -> None
     trade(bench.journal, transactions=4)
     bench.deliver_all(TWENTY)
     trade(bench.journal)
-    for batch, kind in ((1, "commits"), (1, "offsets")):
-        (bench.checkpoints / "1" / kind / str(batch)).unlink()
+    for kind in ("commits", "offsets"):
+        (bench.checkpoints / "1" / kind / "1").unlink()
     bench.deliver_all()
     assert delivered(bench.log) == bench.journal.written
     assert [(epoch, start) for epoch, start, _ in bench.epochs()] == [(1, 0), (2, 40)]
     assert [path.name for path in bench.checkpoints.iterdir() if path.is_dir()] == ["2"]
+
+
+def test_a_query_that_does_not_start_twice_gets_a_new_epoch(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unstartable(InProcessQuery):
+        def wait(self) -> Exception | None:
+            self.reached_journal = self._checkpoint.name != "1"
+            return super().wait() if self.reached_journal else OSError("metadata")
+
+    trade(bench.journal)
+    bench.deliver_all()
+    monkeypatch.setattr(delivery, "SliceQuery", Unstartable)
+    trade(bench.journal)
+    assert bench.deliver_all().error is None
+    assert delivered(bench.log) == bench.journal.written
+    assert bench.epochs()[-1] == (2, 30, "Spark's checkpoint cannot be read")
 
 
 def test_a_batch_beyond_the_cursor_halts(bench: Bench) -> None:
@@ -224,8 +259,8 @@ def test_a_rebased_journal_leaves_out_what_was_delivered(bench: Bench) -> None:
     assert query.error is None
     new = {seq: change for seq, change in again.written.items() if seq > 1030}
     assert delivered(bench.log) == {**bench.journal.written, **new}
-    batch = bench.watching.of("delivery.batch")[-1]
-    assert (batch.fields["rows"], batch.fields["skipped"]) == (20, 30)
+    last = bench.watching.of("delivery.batch")[-1]
+    assert (last.fields["rows"], last.fields["skipped"]) == (20, 30)
 
 
 def test_a_damaged_segment_stops_the_target_and_nothing_is_published(bench: Bench) -> None:

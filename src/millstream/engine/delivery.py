@@ -263,6 +263,7 @@ class DeliveryQuery:
                 if self._halt.is_set():
                     # Not an error of ours: Spark cancelled the job because we asked it to.
                     raise DeliveryStopped from failed
+                self._check_spark(failed)
                 if not _is_transient(failed) or (self._once and backoff.attempts >= ONCE_TRIES):
                     raise
                 delay = backoff.next()

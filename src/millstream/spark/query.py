@@ -59,6 +59,9 @@ class SliceQuery:
         self._failed: Exception | None = None
         self.unusable: str | None = None
         """Why the checkpoint cannot be used, if a batch found out."""
+        checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in checkpoint.parent.glob(".ready-*"):
+            leftover.unlink()
         self._ready = checkpoint.parent / f".ready-{uuid4().hex}"
         spark.dataSource.register(SliceSource)
         plan = replace(options, ready=str(self._ready)).encode()

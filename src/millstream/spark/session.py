@@ -64,9 +64,8 @@ def build_session(
     DependencyError when there is no usable Java or the JVM does not start. There is one session per
     process: a second call while one is active returns it.
     """
-    active = SparkSession.getActiveSession()
-    if active is not None:
-        return active
+    if SparkContext._active_spark_context is not None:
+        return SparkSession.builder.getOrCreate()
     master = master or default_master()
     home = home_spark_dir.absolute()
     (home / "tmp").mkdir(parents=True, exist_ok=True)
@@ -74,7 +73,8 @@ def build_session(
     conf = SparkConf(loadDefaults=False)
     conf.setAll(list(_configuration(home, master, app_name).items()))
     conf.setAll(list((extra_conf or {}).items()))
-    _start_jvm(conf, home)
+    if SparkContext._gateway is None:
+        _start_jvm(conf, home)
     return SparkSession.builder.config(conf=conf).getOrCreate()
 
 

@@ -135,6 +135,7 @@ class SliceReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._journal = JournalReader(options.locations)
         self._pacer = Pacer(options.limits.max_ms)
         self._until: int | None = None
+        self._told = False
 
     def initialOffset(self) -> dict[str, int]:
         """The epoch's start: constant, whenever and however often Spark asks."""
@@ -180,9 +181,9 @@ class SliceReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return end
 
     def _answered(self) -> None:
-        marker = Path(self._options.ready)
-        if not marker.exists() and marker.parent.exists():
-            marker.touch()
+        if not self._told:
+            Path(self._options.ready).touch()
+            self._told = True
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
         """The tasks of the batch. Pure: a batch that comes again after a crash gets the same rows."""
