@@ -60,6 +60,7 @@ class Rig:
         self.engine = Engine(stream_file, self.home.path, directory / "engine.log")
         self.watch = Watch(self.home, "shop", self.path)
         self._expected_outage = threading.Event()
+        self._large_until = 0
 
     def open(self, environment: dict[str, str] | None = None) -> None:
         """Create the tables, start the engine, wait for its journal, put the first rows in."""
@@ -91,6 +92,13 @@ class Rig:
             closing.set()
             thread.join(30)
         assert not raised, f"the load failed: {raised}"
+
+    def one_large_transaction(self) -> None:
+        """Insert more than capture keeps in memory, unless the last such transaction is still on its way."""
+        captured = self.watch.look().captured
+        if captured >= self._large_until:
+            self.database.sql("INSERT INTO visits SELECT i, repeat('large ', 200) FROM generate_series(1, 16000) i")
+            self._large_until = captured + 16000
 
     def expect_outages(self) -> None:
         """From now on the server may go away: the load then reconnects instead of failing."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from millstream.demo.watch import Sight
 from tests.chaos.rig import Rig, failpoints, kill
 from tests.fixtures.postgres import Database
 
@@ -17,8 +18,11 @@ pytestmark = [pytest.mark.chaos, pytest.mark.postgres, pytest.mark.spark, pytest
 ROUNDS = int(os.environ.get("MILLSTREAM_CHAOS_ROUNDS", "3"))
 EACH = os.environ.get("MILLSTREAM_CHAOS_EACH") == "1"
 
-ELSEWHERE: dict[str, str] = {}
+ELSEWHERE = {"journal.superseded_dropped": "tests/unit/journal/test_journal_kills.py"}
 """Failpoints that a plain stream never passes, and the test that kills there instead."""
+
+LARGE = {"capture.spooled", "journal.flushed", "journal.rolled_inside"}
+"""Steps that only a transaction larger than memory allows for passes."""
 
 PATIENCE = 240.0
 
@@ -36,15 +40,24 @@ def test_failpoint_names_are_unique() -> None:
 
 def run_until_fired(rig: Rig, names: list[str], state: Path, armed: str) -> None:
     """Trade and let the engine die and come back until each of the failpoints has killed once."""
-    environment = {"MILLSTREAM_FAILPOINT": armed, "MILLSTREAM_FAILPOINT_STATE": str(state)}
+    environment = {
+        "MILLSTREAM_FAILPOINT": armed,
+        "MILLSTREAM_FAILPOINT_STATE": str(state),
+        "MILLSTREAM_SEGMENT_BYTES": str(1 << 20),
+    }
     rig.open(environment)
 
     def missing() -> list[str]:
         return [name for name in names if not (state / f"{name}.fired").exists()]
 
+    def all_fired(_: Sight) -> bool:
+        if any(name in LARGE for name in missing()):
+            rig.one_large_transaction()
+        return not missing()
+
     with rig.trading():
         try:
-            rig.await_sight(lambda _: not missing(), "all kills", environment, PATIENCE)
+            rig.await_sight(all_fired, "all kills", environment, PATIENCE)
         except AssertionError as late:
             raise AssertionError(f"never killed at {missing()}") from late
         # Life must go on after the last kill, with the same processes.
@@ -69,7 +82,8 @@ def once(name: str) -> bool:
     """Steps that a stream passes only once, or only when it starts."""
     return name.rpartition(".")[2] in {
         "created", "publication_created", "slot_created", "journal_created", "epoch_opened", "recovered",
-        "relation_written", "seal_written", "manifest_published", "superseded_dropped", "rolled", "spooled",
+        "relation_written", "seal_written", "manifest_published", "rolled", "rolled_inside", "flushed", "spooled",
+        "replication_started",
     }  # fmt: skip
 
 

@@ -113,8 +113,8 @@ class CaptureLoop:
             return
         if self._open_transaction:
             self._abandon()
-        elif self._writer.commit() is not None:
-            failpoint("capture.committed")
+        else:
+            self._writer.commit()
 
     def _append(self, writer: JournalWriter, block: Block) -> None:
         if block.rows is None and block.progress is None:
@@ -174,7 +174,8 @@ class CaptureLoop:
     def _journal(self) -> JournalWriter:
         if self._writer is None:
             path = self._order.journal
-            self._writer = JournalWriter.open(path) if journal_exists(path) else self._create()
+            size = self._order.segment_bytes
+            self._writer = JournalWriter.open(path, segment_bytes=size) if journal_exists(path) else self._create()
             header = self._writer.header
             if (header.source, header.source_kind) != (self._spec.name, self._spec.kind):
                 raise SourceHalted(
@@ -215,6 +216,7 @@ class CaptureLoop:
             start_position=start,
             first_seq=rebase.first_seq if rebase else 1,
             incarnation=rebase.incarnation if rebase else 1,
+            segment_bytes=self._order.segment_bytes,
         )
         failpoint("capture.journal_created")
         self._event("capture.journal_created", f"a new journal begins at {self._text(start)}", position=start)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from millstream.journal.format import SEGMENT_BYTES
 from millstream.model import AckPolicy, Json, OnLimit, SourceSpec
 from millstream.observe import Event
 
@@ -40,6 +41,7 @@ class CaptureOrder:
     journal: Path
     expect_journal: bool = False
     rebase: Rebase | None = None
+    segment_bytes: int = SEGMENT_BYTES
 
     def to_json(self) -> Json:
         return {
@@ -47,6 +49,7 @@ class CaptureOrder:
             "journal": str(self.journal),
             "expect_journal": self.expect_journal,
             "rebase": asdict(self.rebase) if self.rebase is not None else None,
+            "segment_bytes": self.segment_bytes,
         }
 
     @classmethod
@@ -65,6 +68,7 @@ class CaptureOrder:
             Path(value["journal"]),
             bool(value.get("expect_journal", False)),
             Rebase(**rebase) if rebase is not None else None,
+            int(value.get("segment_bytes", SEGMENT_BYTES)),
         )
 
 

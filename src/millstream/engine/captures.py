@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from millstream.engine.status import CaptureReport
 from millstream.engine.supervisor import Supervisor
 from millstream.errors import ConfigError, JournalMismatch, MillstreamError, SourceUnavailable
 from millstream.journal import JournalReader, check_cursor
+from millstream.journal.format import SEGMENT_BYTES
 from millstream.model import SourceSpec, StreamSpec
 from millstream.observe import Observer
 from millstream.state.base import StateStore
@@ -67,7 +69,10 @@ class Capture:
     def start(self) -> None:
         """Start the process. Returns at once."""
         expected = any(self._store.cursors(stream.name) for stream in self.streams)
-        order = CaptureOrder(self.source, self._path, expected, self._request.order if self._request else None)
+        rebase = self._request.order if self._request else None
+        # Small segments let tests roll and seal a journal in seconds instead of hours.
+        size = int(os.environ.get("MILLSTREAM_SEGMENT_BYTES", SEGMENT_BYTES))
+        order = CaptureOrder(self.source, self._path, expected, rebase, size)
         self._supervisor = Supervisor(order, self._observer)
         self._supervisor.start()
 
