@@ -27,7 +27,7 @@ source:
   kind: postgres
   uri: {uri}
   tables: ["public.*"]
-  heartbeat: 1s
+  heartbeat_interval: 1s
 mode: cdc
 targets:
   - {{name: log, kind: files, path: log, format: parquet, batch: {{max_ms: {max_ms}}}}}
