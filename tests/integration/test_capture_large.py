@@ -97,7 +97,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_waited_out_and_nothing_is_lost(how: str, database: Database, small_disk: Path) -> None:
     database.sql("CREATE TABLE t (id int, v text)")
     ballast = small_disk / "ballast"
-    ballast.write_bytes(bytes(30 << 20) if how == "small transactions" else bytes(10 << 20))
+    ballast.write_bytes(bytes(30 << 20))  # what is left is less than a transaction takes that must be spooled
     with captured(database, small_disk / "journal") as capture:
         capture.await_state("running")
         if how == "small transactions":
@@ -106,7 +106,10 @@ def test_a_full_disk_is_waited_out_and_nothing_is_lost(how: str, database: Datab
                 database.sql(f"INSERT INTO t SELECT n, repeat('x', 200) FROM {span} n")
         else:
             database.sql("INSERT INTO t SELECT n, repeat('x', 400) FROM generate_series(0, 59999) n")
-        assert capture.supervisor.wait_for(lambda _: "capture.disk_full" in capture.kinds, 60), capture.events
+        assert capture.supervisor.wait_for(lambda _: "capture.disk_full" in capture.kinds, 20), (
+            capture.supervisor.last_status,
+            capture.events,
+        )
         capture.await_state("waiting")
         before = capture.supervisor.last_status["seq"]
         ballast.unlink()
