@@ -45,6 +45,8 @@ class Supervisor:
         self._status: Json = {}
         self._error: MillstreamError | None = None
         self._restarts = 0
+        self._first_end: int | None = None
+        self._progressed = False
 
     # -- what the engine asks ----------------------------------------------------------------
 
@@ -129,7 +131,7 @@ class Supervisor:
             code = self._run_once()
             if code in (HALTED, STOPPED):
                 break
-            if time.monotonic() - started >= HEALTHY_SECONDS:
+            if self._progressed or time.monotonic() - started >= HEALTHY_SECONDS:
                 backoff.reset()
             if not self._rest(code, backoff.next()):
                 break
@@ -148,6 +150,7 @@ class Supervisor:
         )
         with self._changed:
             self._process = process
+            self._first_end, self._progressed = None, False
             self._say(self._order.to_json())
             self._say({"ack": self._ack, "planned_before": self._planned_before, "stop": self._stopping})
         try:
@@ -172,9 +175,18 @@ class Supervisor:
             if "status" in said:
                 with self._changed:
                     self._status = said["status"]
+                    self._note_progress()
                     self._set_state("running" if self._status.get("state") == "running" else self._waiting())
             with self._changed:
                 self._changed.notify_all()
+
+    def _note_progress(self) -> None:
+        """A process that brought the journal on was healthy, however soon it ended."""
+        end = self._status.get("end")
+        if self._first_end is None:
+            self._first_end = end
+        elif end is not None and end > self._first_end:
+            self._progressed = True
 
     def _waiting(self) -> str:
         return "starting" if self._status.get("state") == "starting" else "waiting"
