@@ -18,6 +18,7 @@ from millstream.engine.capture_order import CaptureOrder, Control, Report
 from millstream.engine.retained import SourceLog
 from millstream.errors import JournalFull, PreflightError, SourceHalted, SourceUnavailable
 from millstream.failpoint import failpoint
+from millstream.journal.format import SEGMENT_BYTES
 from millstream.journal.writer import JournalWriter, journal_exists
 from millstream.model import AckPolicy, Json
 from millstream.observe import Event, Level
@@ -174,7 +175,7 @@ class CaptureLoop:
     def _journal(self) -> JournalWriter:
         if self._writer is None:
             path = self._order.journal
-            size = self._order.segment_bytes
+            size = self._order.segment_bytes or SEGMENT_BYTES
             self._writer = JournalWriter.open(path, segment_bytes=size) if journal_exists(path) else self._create()
             header = self._writer.header
             if (header.source, header.source_kind) != (self._spec.name, self._spec.kind):
@@ -216,7 +217,7 @@ class CaptureLoop:
             start_position=start,
             first_seq=rebase.first_seq if rebase else 1,
             incarnation=rebase.incarnation if rebase else 1,
-            segment_bytes=self._order.segment_bytes,
+            segment_bytes=self._order.segment_bytes or SEGMENT_BYTES,
         )
         failpoint("capture.journal_created")
         self._event("capture.journal_created", f"a new journal begins at {self._text(start)}", position=start)

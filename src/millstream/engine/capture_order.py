@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from millstream.journal.format import SEGMENT_BYTES
 from millstream.model import AckPolicy, Json, OnLimit, SourceSpec
 from millstream.observe import Event
 
@@ -41,7 +40,8 @@ class CaptureOrder:
     journal: Path
     expect_journal: bool = False
     rebase: Rebase | None = None
-    segment_bytes: int = SEGMENT_BYTES
+    segment_bytes: int | None = None
+    """None: the journal's own size. (The journal is not imported here: it brings pyarrow, and that pandas.)"""
 
     def to_json(self) -> Json:
         return {
@@ -68,7 +68,7 @@ class CaptureOrder:
             Path(value["journal"]),
             bool(value.get("expect_journal", False)),
             Rebase(**rebase) if rebase is not None else None,
-            int(value.get("segment_bytes", SEGMENT_BYTES)),
+            value.get("segment_bytes"),
         )
 
 
