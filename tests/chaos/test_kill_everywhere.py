@@ -28,7 +28,7 @@ ELSEWHERE = {
 LARGE = {"capture.spooled", "journal.flushed", "journal.rolled_inside"}
 """Steps that only a transaction larger than memory allows for passes."""
 
-PATIENCE = 240.0
+PATIENCE = 420.0
 
 
 def reachable() -> list[str]:
@@ -76,6 +76,8 @@ def test_a_kill_at_every_durable_step_loses_and_doubles_nothing(tmp_path: Path, 
     rng = random.Random(7)
     # Steps of the very beginning are passed once; the others at least a few times, so die in the middle.
     armed = ",".join(f"{name}:{1 if once(name) else rng.randint(2, 3)}" for name in names)
+    # Creating a journal recovers it too: the first kill must be left for the step after that.
+    armed = armed.replace("journal.recovered:1", "journal.recovered:2")
     rig = Rig(tmp_path, database, seed=7)
     run_until_fired(rig, names, state, armed)
     rig.drain()
