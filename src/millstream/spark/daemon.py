@@ -8,6 +8,7 @@ Spark starts it by name: `spark.python.daemon.module=millstream.spark.daemon`.
 
 from __future__ import annotations
 
+import gc
 import importlib
 
 PRELOAD = (
@@ -38,6 +39,10 @@ def main() -> None:
         importlib.import_module(module)
     # One task is one core of Spark's; more threads inside it would fight the other tasks.
     pyarrow.set_cpu_count(1)
+    # Workers collect garbage after each task: not through all that was imported here, and without
+    # copying its pages.
+    gc.collect()
+    gc.freeze()
     daemon.manager()
 
 
