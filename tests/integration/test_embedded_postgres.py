@@ -13,12 +13,12 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from tests.fixtures.postgres import TEST_SETTINGS, Database, drop_slots
 
 from millstream.embedded import EmbeddedPostgres, binaries
 from millstream.embedded import postgres as launcher
 from millstream.embedded.binaries import Account
 from millstream.errors import DependencyError, EmbeddedError
+from tests.fixtures.postgres import TEST_SETTINGS, Database, drop_slots
 
 pytestmark = pytest.mark.postgres
 VERSIONS = pytest.mark.parametrize("version", [18, 16])

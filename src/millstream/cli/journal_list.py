@@ -8,61 +8,45 @@ from typing import Any
 
 from millstream.cli.output import console, size
 from millstream.engine.status import position_text
-from millstream.journal import JournalReader
-from millstream.journal.manifest import FILE, Manifest
+from millstream.journal import describe
 from millstream.model import Json
 
 
 def summary(path: Path) -> Json:
     """One journal: who it is, what it holds, what it takes."""
-    reader = JournalReader([str(path)])
-    header, head = reader.header(), reader.head()
-    files = [one.stat().st_size for one in path.rglob("*") if one.is_file()]
+    found = describe(path)
+    header, head = found.header, found.head
     return {
         "source": header.source,
         "kind": header.source_kind,
         "journal_id": header.journal_id,
         "incarnation": header.incarnation,
-        "first_seq": reader.first_seq() if head else header.first_seq,
-        "last_seq": head.seq if head else header.first_seq - 1,
-        "end_position": position_text(header.source_kind, head.covered if head else header.start_position),
-        "last_commit_at": _time(head.commit_ts_us) if head and head.seq >= header.first_seq else None,
-        "tables": sorted({relation.table for id, relation in reader.relations().items() if id}),
-        "files": len(files),
-        "bytes": sum(files),
+        "first_seq": found.first_seq,
+        "last_seq": head.seq,
+        "end_position": position_text(header.source_kind, head.covered),
+        "last_commit_at": _time(head.commit_ts_us) if head.seq >= header.first_seq else None,
+        "tables": list(found.tables),
+        "files": found.files,
+        "bytes": found.bytes,
         "created_at": header.created_at,
     }
 
 
 def segments(path: Path) -> list[Json]:
     """The closed segments in order, then the open one."""
-    reader = JournalReader([str(path)])
-    kind, head = reader.header().source_kind, reader.head()
-    manifest = path / FILE
-    closed = Manifest.from_bytes(manifest.read_bytes()).entries if manifest.exists() else ()
-    found = [
+    found = describe(path)
+    return [
         {
-            "segment": entry.name,
-            "state": "sealed" if entry.sealed else "closed",
-            "first_seq": entry.first_seq,
-            "last_seq": entry.last_seq,
-            "end_position": position_text(kind, entry.covered),
-            "bytes": entry.bytes,
+            "segment": segment.name,
+            "state": segment.form,
+            "rows": segment.rows,
+            "first_seq": segment.first_seq,
+            "last_seq": segment.last_seq,
+            "end_position": position_text(found.header.source_kind, segment.covered),
+            "bytes": segment.bytes,
         }
-        for entry in closed
+        for segment in found.segments
     ]
-    if head is not None:
-        found.append(
-            {
-                "segment": head.segment,
-                "state": "open",
-                "first_seq": head.segment_first_seq,
-                "last_seq": head.seq,
-                "end_position": position_text(kind, head.covered),
-                "bytes": head.segment_length,
-            }
-        )
-    return found
 
 
 def print_journals(journals: list[Json]) -> None:
@@ -77,7 +61,7 @@ def print_journals(journals: list[Json]) -> None:
 
 def print_segments(found: list[Json]) -> None:
     rows = [{**one, "seqs": f"{one['first_seq']:,}..{one['last_seq']:,}"} for one in found]
-    _table(rows, ("segment", "state", "seqs", "end_position", "bytes"))
+    _table(rows, ("segment", "state", "rows", "seqs", "end_position", "bytes"))
 
 
 def _table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:

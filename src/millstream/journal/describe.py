@@ -12,7 +12,6 @@ import pyarrow as pa
 
 from millstream.errors import JournalError
 from millstream.journal.catalog import Catalog
-from millstream.journal.files import SEGMENTS
 from millstream.journal.format import Head, Header
 from millstream.journal.index import column
 from millstream.journal.manifest import FILE as MANIFEST
@@ -79,7 +78,7 @@ def describe(path: Path) -> JournalSummary:
     ]
     if head.segment_length:
         segments.append(_open_segment(path, head))
-    sizes = [file.stat().st_size for file in (path / SEGMENTS).iterdir()]
+    sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
     tables = tuple(sorted({relation.table for relation in reader.relations().values()}))
     return JournalSummary(header, head, reader.first_seq(), tables, tuple(segments), len(sizes), sum(sizes))
 
