@@ -1,3 +1,72 @@
-"""Millstream: change data capture and replication for databases, columnar, exact, on Apache Spark."""
+"""Millstream: change data capture and replication for databases, columnar, exact, on Apache Spark.
+
+The public API is what this module names in `__all__`; `docs/library.md` shows how it is used. Names
+are imported when they are first asked for, so that `import millstream` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from millstream.config import load_streams
+    from millstream.engine.home import Home
+    from millstream.engine.runner import run
+    from millstream.engine.status import home_status
+    from millstream.errors import MillstreamError
+    from millstream.journal import JournalReader, open_slice, verify
+    from millstream.model import BatchLimits, Cursor, Mode, Relation, SeqRange, SourceSpec, StreamSpec, TargetSpec
+    from millstream.observe import Event, Level, Observer, Observers
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "BatchLimits",
+    "Cursor",
+    "Event",
+    "Home",
+    "JournalReader",
+    "Level",
+    "MillstreamError",
+    "Mode",
+    "Observer",
+    "Observers",
+    "Relation",
+    "SeqRange",
+    "SourceSpec",
+    "StreamSpec",
+    "TargetSpec",
+    "home_status",
+    "load_streams",
+    "open_slice",
+    "run",
+    "verify",
+]
+
+_ROOMS = {
+    "millstream.config": ("load_streams",),
+    "millstream.engine.home": ("Home",),
+    "millstream.engine.runner": ("run",),
+    "millstream.engine.status": ("home_status",),
+    "millstream.errors": ("MillstreamError",),
+    "millstream.journal": ("JournalReader", "open_slice", "verify"),
+    "millstream.model": (
+        "BatchLimits",
+        "Cursor",
+        "Mode",
+        "Relation",
+        "SeqRange",
+        "SourceSpec",
+        "StreamSpec",
+        "TargetSpec",
+    ),
+    "millstream.observe": ("Event", "Level", "Observer", "Observers"),
+}
+_HOMES = {name: room for room, names in _ROOMS.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

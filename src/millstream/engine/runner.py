@@ -23,7 +23,7 @@ from millstream.engine.status import CaptureReport, TargetReport
 from millstream.errors import MillstreamError
 from millstream.model import Cursor, StreamSpec, StreamState
 from millstream.observe import Event, Level, Observers
-from millstream.spark.session import build_session
+from millstream.spark.session import active_session, build_session
 from millstream.state.base import Runtime, StateStore
 from millstream.targets import open_target
 
@@ -82,6 +82,8 @@ class Runner:
         self._captures = captures_of(streams, home, store, observers)
         self._deliveries: list[Running] = []
         self._reported_at = float("-inf")
+        self._spark_is_ours = True
+        """False when the caller had a session already: then it is used, and left running."""
 
     def run(self) -> int:
         for stream in self._streams:
@@ -94,7 +96,9 @@ class Runner:
                 for capture in self._captures:
                     capture.start()
                 self._await_sources()
+                found = active_session()
                 spark = build_session(self._home.spark_path, self._master, observer=self._observers)
+                self._spark_is_ours = found is None
                 self._start_deliveries(spark)
                 self._loop()
             except MillstreamError as failed:
@@ -248,7 +252,7 @@ class Runner:
         steps: list[Callable[[], None]] = [running.query.stop for running in self._deliveries]
         steps += [self._last_words]
         steps += [capture.stop for capture in self._captures]
-        steps += [spark.stop] if spark is not None else []
+        steps += [spark.stop] if spark is not None and self._spark_is_ours else []
         for step in steps:
             try:
                 step()

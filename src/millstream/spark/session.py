@@ -64,8 +64,9 @@ def build_session(
     DependencyError when there is no usable Java or the JVM does not start. There is one session per
     process: a second call while one is active returns it.
     """
-    if SparkContext._active_spark_context is not None:
-        return SparkSession.builder.getOrCreate()
+    active = active_session()
+    if active is not None:
+        return active
     master = master or default_master()
     home = home_spark_dir.absolute()
     (home / "tmp").mkdir(parents=True, exist_ok=True)
@@ -76,6 +77,11 @@ def build_session(
     if SparkContext._gateway is None:
         _start_jvm(conf, home)
     return SparkSession.builder.config(conf=conf).getOrCreate()
+
+
+def active_session() -> SparkSession | None:
+    """The session of this process, if it has one already, whoever started it."""
+    return SparkSession.builder.getOrCreate() if SparkContext._active_spark_context is not None else None
 
 
 def _set_environment(home: Path, master: str, observer: Observer) -> None:
@@ -89,9 +95,20 @@ def _set_environment(home: Path, master: str, observer: Observer) -> None:
     os.environ["JAVA_HOME"] = str(find_java())
     os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     os.environ["PYTHONPATH"] = _python_path()
-    os.environ["SPARK_WORKER_DIR"] = str(home / "work")
+    if master.startswith("local-cluster"):
+        os.environ["SPARK_HOME"] = str(_own_distribution(Path(own_home), home / "distribution"))
     if master.startswith("local"):
         os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
+
+
+def _own_distribution(installed: Path, distribution: Path) -> Path:
+    """Spark's files by links: the workers of `local-cluster` write beside them, which is no place in site-packages."""
+    distribution.mkdir(exist_ok=True)
+    for entry in installed.iterdir():
+        link = distribution / entry.name
+        if not link.is_symlink() and entry.name != "work":
+            link.symlink_to(entry)
+    return distribution
 
 
 def _python_path() -> str:
