@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -54,8 +55,27 @@ def run_until_it_ends(root: Path, engine: str, armed: list[str]) -> list[str]:
         if ended.returncode == 0:
             break
         assert ended.returncode == -signal.SIGKILL, ended.stderr
+        await_nothing_left(root)
     assert ended.returncode == 0
     return sorted(path.name.removesuffix(".fired") for path in state.glob("*.fired"))
+
+
+def await_nothing_left(root: Path) -> None:
+    """Whatever the killed process had started (the JVM names the directory) ends by itself."""
+    pause = threading.Event()
+    for _ in range(600):
+        running = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(root).encode() in command_line(path)]
+        if not running:
+            return
+        pause.wait(0.05)
+    raise AssertionError(f"still running: {running}")
+
+
+def command_line(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 def assert_exact(root: Path, journal: Journal) -> None:
