@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 import millstream
 from millstream.demo.engine import Engine, descendants
@@ -61,6 +62,14 @@ class Rig:
         self.watch = Watch(self.home, "shop", self.path)
         self._expected_outage = threading.Event()
         self._large_until = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave nothing running, however the test ended."""
+        if self.engine.started:
+            self.engine.kill()
 
     def open(self, environment: dict[str, str] | None = None) -> None:
         """Create the tables, start the engine, wait for its journal, put the first rows in."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+import zlib
 from pathlib import Path
 
 import pytest
@@ -78,10 +79,10 @@ def test_a_kill_at_every_durable_step_loses_and_doubles_nothing(tmp_path: Path, 
     armed = ",".join(f"{name}:{1 if once(name) else rng.randint(2, 3)}" for name in names)
     # Creating a journal recovers it too: the first kill must be left for the step after that.
     armed = armed.replace("journal.recovered:1", "journal.recovered:2")
-    rig = Rig(tmp_path, database, seed=7)
-    run_until_fired(rig, names, state, armed)
-    rig.drain()
-    rig.prove()
+    with Rig(tmp_path, database, seed=7) as rig:
+        run_until_fired(rig, names, state, armed)
+        rig.drain()
+        rig.prove()
 
 
 def once(name: str) -> bool:
@@ -98,10 +99,10 @@ def once(name: str) -> bool:
 def test_a_kill_at_one_step_alone(tmp_path: Path, database: Database, name: str) -> None:
     state = tmp_path / "fired"
     state.mkdir()
-    rig = Rig(tmp_path, database, seed=hash(name) & 0xFFFF)
-    run_until_fired(rig, [name], state, f"{name}:{1 if once(name) else 3}")
-    rig.drain()
-    rig.prove()
+    with Rig(tmp_path, database, seed=zlib.crc32(name.encode())) as rig:
+        run_until_fired(rig, [name], state, f"{name}:{1 if once(name) else 3}")
+        rig.drain()
+        rig.prove()
 
 
 def test_random_kills_lose_and_double_nothing(
@@ -111,22 +112,26 @@ def test_random_kills_lose_and_double_nothing(
     with capsys.disabled():
         print(f"\nchaos: seed {seed}, {ROUNDS} rounds (again with MILLSTREAM_CHAOS_SEED={seed})")
     rng = random.Random(seed)
-    rig = Rig(tmp_path, database, seed)
-    rig.open()
-    tick = threading.Event()
     victims = [*rng.sample(["capture", "driver", "worker", "postgres"], 4)] * (ROUNDS // 4 + 1)
-    rig.expect_outages()
-    with rig.trading():
-        for kind in victims[:ROUNDS]:
+    with Rig(tmp_path, database, seed) as rig:
+        rig.expect_outages()
+        rig.open()
+        with rig.trading():
+            for kind in victims[:ROUNDS]:
+                strike(rig, database, kind, rng)
             delivered = rig.watch.look().delivered
-            rig.await_sight(lambda sight, seen=delivered: sight.delivered > seen, f"delivery before {kind}")
-            tick.wait(rng.uniform(0.0, 1.5))
-            if kind == "postgres":
-                database.server.kill()
-                database.server.start()
-            elif (pid := rig.victim(kind)) is not None:
-                kill(pid)
-        delivered = rig.watch.look().delivered
-        rig.await_sight(lambda sight: sight.delivered > delivered + 1000, "delivery after the last kill")
-    rig.drain()
-    rig.prove()
+            rig.await_sight(lambda sight: sight.delivered > delivered + 1000, "delivery after the last kill")
+        rig.drain()
+        rig.prove()
+
+
+def strike(rig: Rig, database: Database, kind: str, rng: random.Random) -> None:
+    """Wait for a batch, then for a random moment, then kill."""
+    delivered = rig.watch.look().delivered
+    rig.await_sight(lambda sight: sight.delivered > delivered, f"delivery before the kill of {kind}")
+    threading.Event().wait(rng.uniform(0.0, 1.5))
+    if kind == "postgres":
+        database.server.kill()
+        database.server.start()
+    elif (pid := rig.victim(kind)) is not None:
+        kill(pid)

@@ -10,6 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
+SHORT_LIVED_JVM = {"JDK_JAVA_OPTIONS": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1"}
+"""Spark's Java process only schedules here, and lives for seconds: it need not compile itself for months of work."""
+
+
 class Engine:
     """`millstream run` on a stream file, started and killed as often as one likes."""
 
@@ -22,6 +26,10 @@ class Engine:
     @property
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
+
+    @property
+    def started(self) -> bool:
+        return self._process is not None
 
     @property
     def pid(self) -> int:
@@ -38,7 +46,7 @@ class Engine:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, **(environment or {})},
+                env={**SHORT_LIVED_JVM, **os.environ, **(environment or {})},
             )
 
     def stop(self, timeout: float = 60.0) -> int:

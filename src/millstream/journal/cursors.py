@@ -26,7 +26,8 @@ def check_cursor(journal: JournalReader | JournalWriter, cursor: Cursor) -> None
     if cursor.seq > end:
         raise JournalMismatch(f"{mine} is at seq {cursor.seq}, the journal ends at {end}", hint=_REMEDY)
     if cursor.seq < header.first_seq:
-        if cursor.position > header.start_position:
+        # A re-based journal begins where its slowest target was: the others are ahead of its start.
+        if header.incarnation == 1 and cursor.position > header.start_position:
             raise JournalMismatch(
                 f"{mine} is before the first row but at position {cursor.position}, "
                 f"the journal starts at {header.start_position}",
