@@ -9,7 +9,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-
 SHORT_LIVED_JVM = {"JDK_JAVA_OPTIONS": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1"}
 """Spark's Java process only schedules here, and lives for seconds: it need not compile itself for months of work."""
 
