@@ -79,7 +79,10 @@ class Capture:
     def await_first_word(self, seconds: float) -> None:
         """Wait until the source has answered one way or the other, so that what is wrong is told at once."""
         self._current().wait_for(
-            lambda it: "journal_id" in it.last_status or it.error is not None or it.state == "halted", seconds
+            lambda it: (
+                "journal_id" in it.last_status or it.state == "halted" or isinstance(it.error, SourceUnavailable)
+            ),
+            seconds,
         )
 
     def ready(self, *, once: bool) -> bool:
