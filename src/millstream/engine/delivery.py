@@ -70,7 +70,8 @@ class DeliveryQuery:
         self._on_cursor = on_cursor
         self._store = store
         self._opening = Opening(stream.name, target_spec.name, target, tuple(locations), store, checkpoint_root)
-        self._halt = threading.Event()
+        self.stopping = threading.Event()
+        """Set once `stop` was asked for; a batch that waits then gives up."""
         self._settled = threading.Event()
         self._idle = threading.Condition()
         self._in_batch = False
@@ -120,7 +121,7 @@ class DeliveryQuery:
 
     def stop(self, *, drain: bool = True, timeout: float = 30.0) -> None:
         """End the query; returns when it has ended. With `drain` a running batch gets `timeout` seconds to finish."""
-        self._halt.set()
+        self.stopping.set()
         if drain:
             with self._idle:
                 self._idle.wait_for(lambda: not self._in_batch, timeout)
@@ -140,7 +141,7 @@ class DeliveryQuery:
     def _run(self) -> None:
         backoff = Backoff()
         try:
-            while not self._halt.is_set() and self._run_query(backoff):
+            while not self.stopping.is_set() and self._run_query(backoff):
                 pass
         except MillstreamError as failed:
             self._fail(failed)
@@ -161,7 +162,7 @@ class DeliveryQuery:
                 raise
             return self._pause(backoff, failed)
         failure = query.wait()
-        if self._halt.is_set() or (self._once and failure is None):
+        if self.stopping.is_set() or (self._once and failure is None):
             return False
         if self._fatal is not None:
             raise self._fatal
@@ -195,7 +196,7 @@ class DeliveryQuery:
         query = SliceQuery(self._spark, name, options, opened.checkpoint, self._on_batch, once=self._once)
         self._query = query
         query.start()
-        if not self._halt.is_set():
+        if not self.stopping.is_set():
             self.state = StreamState.RUNNING
         self._settled.set()
         return query
@@ -216,7 +217,7 @@ class DeliveryQuery:
         self._settled.set()
         delay = backoff.next()
         self._retry_event(failure, delay, backoff.attempts)
-        return not self._halt.wait(delay)
+        return not self.stopping.wait(delay)
 
     def _fail(self, failed: MillstreamError) -> None:
         self.error = failed
@@ -228,7 +229,7 @@ class DeliveryQuery:
 
     def _on_batch(self, frame: DataFrame, span: SeqRange) -> None:
         with self._idle:
-            if self._halt.is_set():
+            if self.stopping.is_set():
                 raise DeliveryStopped
             self._in_batch = True
         try:
@@ -260,7 +261,7 @@ class DeliveryQuery:
                     self._try(frame, span)
                 break
             except (MillstreamError, PySparkException, Py4JError) as failed:
-                if self._halt.is_set():
+                if self.stopping.is_set():
                     # Not an error of ours: Spark cancelled the job because we asked it to.
                     raise DeliveryStopped from failed
                 self._check_spark(failed)
@@ -268,7 +269,7 @@ class DeliveryQuery:
                     raise
                 delay = backoff.next()
                 self._retry_event(failed, delay, backoff.attempts)
-                if self._halt.wait(delay):
+                if self.stopping.wait(delay):
                     raise DeliveryStopped from failed
         self._retrying = None
 
