@@ -53,7 +53,7 @@ def summarise(console: Console, outcome: Outcome) -> None:
 
     table = Table(title="Source and folded changelog", title_justify="left")
     table.add_column("table", no_wrap=True)
-    for name in ("changes", "source rows", "folded", "missing", "extra"):
+    for name in ("changes", "source", "folded", "missing", "extra"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("equal", no_wrap=True)
     for proof in outcome.tables:
