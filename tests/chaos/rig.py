@@ -132,10 +132,10 @@ class Rig:
             assert time.monotonic() < until, f"{what} not seen within {seconds} s; {sight}\n{self.log_tail()}"
             tick.wait(0.1)
 
-    def drain(self) -> None:
-        """Deliver everything that is committed now, in an engine of its own, and end cleanly."""
+    def drain(self, by: signal.Signals = signal.SIGTERM) -> None:
+        """Stop cleanly, by that signal, then deliver everything that is committed now in an engine of its own."""
         if self.engine.running:
-            assert self.engine.stop() == 0, self.log_tail()
+            assert self.engine.stop(by=by) == 0, self.log_tail()
         self.engine.start("--once", "--quiet")
         assert self.engine.wait(120) == 0, self.log_tail()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
 import zlib
 from pathlib import Path
@@ -121,7 +122,7 @@ def test_random_kills_lose_and_double_nothing(
                 strike(rig, database, kind, rng)
             delivered = rig.watch.look().delivered
             rig.await_sight(lambda sight: sight.delivered > delivered + 1000, "delivery after the last kill")
-        rig.drain()
+        rig.drain(by=signal.SIGINT)
         rig.prove()
 
 

@@ -48,10 +48,10 @@ class Engine:
                 env={**SHORT_LIVED_JVM, **os.environ, **(environment or {})},
             )
 
-    def stop(self, timeout: float = 60.0) -> int:
-        """SIGTERM, as a service manager sends it; returns the exit code."""
+    def stop(self, timeout: float = 60.0, by: signal.Signals = signal.SIGTERM) -> int:
+        """SIGTERM, as a service manager sends it, or SIGINT, as Ctrl-C does; returns the exit code."""
         if self.running:
-            os.kill(self.pid, signal.SIGTERM)
+            os.kill(self.pid, by)
         return self.wait(timeout)
 
     def wait(self, timeout: float) -> int:

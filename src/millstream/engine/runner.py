@@ -30,6 +30,7 @@ from millstream.targets import open_target
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 TICK = 0.1
 FIRST_WORD = 3.0
 PLAN_GRACE = 60.0
@@ -99,6 +100,7 @@ class Runner:
                 found = active_session()
                 spark = build_session(self._home.spark_path, self._master, observer=self._observers)
                 self._spark_is_ours = found is None
+                self._take_signals()  # a new Spark context has taken SIGINT for itself, to cancel jobs by it
                 self._start_deliveries(spark)
                 self._loop()
             except MillstreamError as failed:
@@ -232,20 +234,23 @@ class Runner:
     @contextmanager
     def _signals(self) -> Iterator[None]:
         """SIGTERM and SIGINT ask for the orderly end; a second one means now."""
-
-        def asked(number: int, frame: FrameType | None) -> None:
-            if self._stop.is_set():
-                raise KeyboardInterrupt
-            self._stop.set()
-            self._wake.set()
-
-        wanted = (signal.SIGTERM, signal.SIGINT)
-        before = {number: signal.signal(number, asked) for number in wanted}
+        before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        self._take_signals()
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _take_signals(self) -> None:
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._asked_to_stop)
+
+    def _asked_to_stop(self, number: int, frame: FrameType | None) -> None:
+        if self._stop.is_set():
+            raise KeyboardInterrupt
+        self._stop.set()
+        self._wake.set()
 
     def _shut_down(self, spark: SparkSession | None) -> None:
         """Finish batches, acknowledge what they delivered, stop capture, stop Spark."""
