@@ -54,7 +54,9 @@ def refusal(directory: Path, file: str) -> str:
 
 def test_a_wrong_address(tmp_path: Path, database: Database) -> None:
     said = refusal(tmp_path, stream_file(tmp_path, "postgresql://app@127.0.0.1:1/shop"))
-    assert "127.0.0.1" in said
+    (error,) = [line for line in said.splitlines() if line.startswith("error:")]
+    assert "127.0.0.1" in error
+    assert "trying again" not in error, "a run with an end does not try again"
 
 
 def test_a_wrong_database(tmp_path: Path, database: Database) -> None:

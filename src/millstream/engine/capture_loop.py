@@ -246,6 +246,7 @@ class CaptureLoop:
             f"source {self._spec.name}: {lost.message}; trying again in {seconds:.1f} s",
             Level.WARNING,
             error=type(lost).__name__,
+            reason=lost.message,
             hint=lost.hint,
             retry_seconds=round(seconds, 3),
         )

@@ -255,7 +255,8 @@ def _error(event: Event) -> MillstreamError:
     """The error as the process had it; a kind that is not known here halts all the same."""
     kinds = {kind.__name__: kind for kind in _all_kinds(MillstreamError)}
     kind = kinds.get(str(event.fields.get("error")), SourceHalted)
-    return kind(event.message, hint=event.fields.get("hint"))
+    # What the process does about it stands in the message too, and is not part of the error.
+    return kind(str(event.fields.get("reason") or event.message), hint=event.fields.get("hint"))
 
 
 def _all_kinds(kind: type[MillstreamError]) -> list[type[MillstreamError]]:
