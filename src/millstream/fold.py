@@ -116,7 +116,7 @@ class _Log:
         return list(zip(*lists, strict=True))
 
     def _identities(self, column: str) -> list[Any]:
-        found = [_NAN if value != value else value for value in self.values(column).to_pylist()]
+        found = [_identity(value) for value in self.values(column).to_pylist()]
         for change, special in enumerate(self.special):
             if special:
                 if column in special:
@@ -146,6 +146,13 @@ class _Log:
 
 
 _NAN = "a number that is none, equal to itself"
+
+
+def _identity(value: Any) -> Any:
+    """The value as something that can be compared and hashed; NaN is equal to itself."""
+    if isinstance(value, list):
+        return tuple(map(_identity, value))
+    return _NAN if value != value else value
 
 
 def _has_before(part: pa.Table) -> list[bool]:

@@ -117,6 +117,9 @@ class Column:
     """For a domain the OID (and `base_type_mod`) of the type beneath all domains."""
     base_type_mod: int | None = None
     element_type_oid: int | None = None
+    """For an array, also one beneath a domain, the OID of its elements' type."""
+    element_delimiter: str | None = None
+    """What stands between the elements in the array's text."""
     enum_labels: tuple[str, ...] | None = None
 
 

@@ -105,10 +105,15 @@ KINDS: dict[str, Kind] = {
     "domain": Kind("list_price", decimals(7, 3) | st.just("NaN"), Decimal, odd("NaN")),
     "span": Kind("interval", st.sampled_from(["1 year 2 mons -3 days 04:05:06.7", "00:00:00", "-00:00:01"])),
     "clock": Kind("time", st.sampled_from(["24:00:00", "00:00:00.000001"])),
-    "list": Kind("integer[]", st.sampled_from(["{}", "{1,NULL,3}", "[0:1]={1,2}", "{{1},{2}}"])),
+    "list": Kind(
+        "integer[]",
+        st.sampled_from(["{}", "{1,NULL,3}", "[0:1]={1,2}", "{{1},{2}}"]),
+        {"{}": [], "{1,NULL,3}": [1, None, 3]}.__getitem__,
+        odd("[0:1]={1,2}", "{{1},{2}}"),
+    ),
     "place": Kind("point", st.sampled_from(["(1,2)", "(NaN,-Infinity)"])),
     "net": Kind("inet", st.sampled_from(["10.0.0.1/8", "::1"])),
-    "coin": Kind("money", st.sampled_from(["$1.00", "-$2.50"])),
+    "coin": Kind("money", st.sampled_from(["$1.00", "-$2.50"]), lambda text: Decimal(text.replace("$", ""))),
 }
 
 SETUP = """

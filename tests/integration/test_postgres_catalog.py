@@ -154,6 +154,8 @@ def test_types_are_described_down_to_their_base(any_database: Database, control:
         "span": (10, "int4range", "r", True, None, None, None, None),
     }
     assert columns["two"].type_oid == pair
+    delimiters = {column.name: column.element_delimiter for column in typed.columns if column.element_delimiter}
+    assert delimiters == {"words": ",", "tagged": ","}
     assert (columns["name"].default, columns["name"].type_mod) == ("'nobody'::character varying", 44)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from millstream.model import Column, Relation
 from millstream.sources.decoders import decoder
-from millstream.sources.postgres.casts import cast, exact_text
+from millstream.sources.postgres.casts import exact_text
 from millstream.sources.postgres.types import column_type, column_types
 from tests.fixtures.tuples import NUMERIC_12_2, Cell, columns, insert, relation
 
@@ -74,6 +74,21 @@ TYPES: dict[str, tuple[tuple[int, int], pa.DataType, str, dict[str, Any]]] = {
     "uuid": ((2950, -1), pa.string(), "string", {"6f1c0a7e-0000-4000-8000-000000000001": None}),
     "json": ((114, -1), pa.string(), "string", {'{"a" :  1e400}': None}),
     "jsonb": ((3802, -1), pa.string(), "string", {'{"a": [1, null]}': None}),
+    "money": (
+        (790, -1),
+        pa.decimal128(19, 2),
+        "decimal(19,2)",
+        {
+            "$0.00": Decimal("0.00"),
+            "-$0.01": Decimal("-0.01"),
+            "$1,234.50": Decimal("1234.50"),
+            "-$92,233,720,368,547,758.08": Decimal("-92233720368547758.08"),
+        },
+    ),
+    "oid": ((26, -1), pa.int64(), "bigint", {"4294967295": 2**32 - 1, "0": 0}),
+    "xid": ((28, -1), pa.int64(), "bigint", {"4294967295": 2**32 - 1}),
+    "xid8": ((5069, -1), pa.decimal128(20, 0), "decimal(20,0)", {"18446744073709551615": Decimal(2**64 - 1)}),
+    "regclass": ((2205, -1), pa.string(), "string", {"pg_class": None, "-": None, '"My".t': None}),
     "interval, as any other type": ((1186, -1), pa.string(), "string", {"1 mon -00:00:01": None}),
 }
 
@@ -124,6 +139,7 @@ ODD = {
     ),
     "integer": ((23, -1), "7", ["2147483648", "seven", "", "7.0"]),
     "boolean": ((16, -1), "t", ["true", "", "x"]),
+    "money": ((790, -1), "$1,234.50", ["1.50", "1,50 €", "$1", "-$.50", "($1.00)", "$1.5.00", ""]),
     "bytea": ((17, -1), "\\x01", ["abc", "\\x0", "\\x0g", "", "\\", "\\001\\002", "\\xAB", "\\xé1"]),
 }
 
@@ -199,9 +215,9 @@ def test_a_cast_reads_any_binary_array(oid: int, large: bool) -> None:
     whole = pa.array([b"??", text, b"hidden", text, b"odd \xff", b"??"], kind)
     masked = pa.Array.from_buffers(kind, 6, [pa.py_buffer(bytes([0b111011])), *whole.buffers()[1:]]).slice(1, 4)
     to = column_type(Column("c", oid))
-    array, odd = cast(masked, to)
+    array, odd = to.read(masked)
     array.validate(full=True)
-    one = cast(pa.array([text]), to)[0][0].as_py()
+    one = to.read(pa.array([text]))[0][0].as_py()
     assert array.type == to.arrow
     assert array.to_pylist() == [one, None, one, None]
     assert odd.tolist() == [3]

@@ -167,3 +167,16 @@ def test_a_random_life_folds_to_its_end() -> None:
             table[new] = (table.pop(old)[0] if big is ... else table.pop(old) and f"big {step}", step)
             changes.append(update([str(new), big, str(step)], key=None if new == old else [str(old), None, None]))
     assert rows(fold([log(changes)], ["id"])) == sorted((key, *rest) for key, rest in table.items())
+
+
+def test_rows_with_lists_are_identified_by_them() -> None:
+    of = relation(("a", 1007), ("b", 1022), identity="f")
+    changes = [
+        insert("{1,2}", "{NaN,NULL}"),
+        insert("{{1}}", "{1}"),
+        insert("{1}", "{NaN}"),
+        delete(row=["{1,2}", "{NaN,NULL}"]),
+        delete(row=["{{1}}", "{1}"]),
+    ]
+    (left,) = fold([log(changes, of=of)], []).to_pylist()
+    assert left["a"] == [1]

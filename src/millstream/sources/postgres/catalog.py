@@ -40,7 +40,8 @@ _COLUMNS = """
         'default', (SELECT pg_get_expr(d.adbin, d.adrelid) FROM pg_attrdef d
             WHERE d.adrelid = a.attrelid AND d.adnum = a.attnum),
         'generated', a.attgenerated, 'base', base.oid::int8, 'base_mod', base.typmod,
-        'element', (SELECT e.typelem::int8 FROM pg_type e WHERE e.oid = coalesce(base.oid, t.oid)
+        'element', (SELECT json_build_object('oid', e.typelem::int8, 'delimiter', e.typdelim) FROM pg_type e
+            WHERE e.oid = coalesce(base.oid, t.oid)
             AND e.typsubscript = 'array_subscript_handler'::regproc AND e.typelem <> 0),
         'labels', (SELECT json_agg(l.enumlabel ORDER BY l.enumsortorder) FROM pg_enum l
             WHERE l.enumtypid = coalesce(base.oid, t.oid))
@@ -246,6 +247,7 @@ def _is_published(column: Mapping[str, Any], listed: Sequence[int] | None, serve
 
 
 def _column(c: Mapping[str, Any], facts: IdentityFacts) -> Column:
+    element = c["element"] or {"oid": None, "delimiter": None}
     return Column(
         name=c["name"],
         type_oid=c["type"],
@@ -259,7 +261,8 @@ def _column(c: Mapping[str, Any], facts: IdentityFacts) -> Column:
         type_kind=c["kind"],
         base_type_oid=c["base"],
         base_type_mod=c["base_mod"],
-        element_type_oid=c["element"],
+        element_type_oid=element["oid"],
+        element_delimiter=element["delimiter"],
         enum_labels=tuple(c["labels"]) if c["labels"] is not None else None,
     )
 

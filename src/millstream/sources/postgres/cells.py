@@ -8,6 +8,7 @@ at a time, and no Python runs per row or per cell.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,9 +127,6 @@ def walk(message: Message, at: Ints, columns: int) -> tuple[Cells, Ints]:
     return cells, at
 
 
-_evens: pa.Array = pa.array(np.arange(0, 1 << 15, 2, dtype=np.uint32))
-
-
 def gather(message: Message, bounds: npt.NDArray[np.signedinteger[Any]], sent: Bools | None) -> pa.Array:
     """The cells of one column as a binary array, NULL where not `sent` (None: all are).
 
@@ -150,7 +148,25 @@ def bitmap(mask: Bools) -> pa.Buffer:
     return pa.py_buffer(np.packbits(mask, bitorder="little"))
 
 
+def integers(values: npt.NDArray[np.integer[Any]], valid: Bools | None = None) -> pa.Array:
+    """An Arrow array over numpy's integers. (`pa.array` would do, but it imports pandas.)"""
+    there = None if valid is None else bitmap(valid)
+    held = np.ascontiguousarray(values)
+    return pa.Array.from_buffers(pa.from_numpy_dtype(held.dtype), len(held), [there, pa.py_buffer(held)])
+
+
+def strings(values: Sequence[str]) -> pa.StringArray:
+    """An Arrow array of these texts, for the same reason."""
+    raw = [value.encode() for value in values]
+    offsets = np.zeros(len(raw) + 1, np.int32)
+    offsets[1:] = np.cumsum([len(value) for value in raw]) if raw else 0
+    return pa.Array.from_buffers(pa.string(), len(raw), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(raw))])
+
+
+_evens: pa.Array = integers(np.arange(0, 1 << 15, 2, dtype=np.uint32))
+
+
 def _every_second(rows: int) -> pa.Array:
     if rows <= len(_evens):
         return _evens.slice(0, rows)
-    return pa.array(np.arange(0, 2 * rows, 2, dtype=np.uint32))
+    return integers(np.arange(0, 2 * rows, 2, dtype=np.uint32))

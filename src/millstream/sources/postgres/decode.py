@@ -22,8 +22,19 @@ import pyarrow as pa
 from millstream.errors import JournalCorrupt
 from millstream.model import Op, Relation
 from millstream.sources.base import Decoded
-from millstream.sources.postgres.casts import cast, exact_text
-from millstream.sources.postgres.cells import SENT, UNCHANGED, Bools, Cells, Ints, Message, gather, walk
+from millstream.sources.postgres.casts import exact_text
+from millstream.sources.postgres.cells import (
+    SENT,
+    UNCHANGED,
+    Bools,
+    Cells,
+    Ints,
+    Message,
+    gather,
+    integers,
+    strings,
+    walk,
+)
 from millstream.sources.postgres.types import ColumnType, column_types
 
 CHUNK_ROWS = 16 << 10
@@ -165,7 +176,7 @@ class Result:
         if not sent.any():
             return pa.nulls(len(sent), to.arrow)
         text = gather(message, cells.bounds[column], None if sent.all() else sent)
-        array, odd = cast(text, to)
+        array, odd = to.read(text)
         if len(odd):
             self.special.append((odd + self.rows, prefix + self.names[column], exact_text(text, odd)))
         return array
@@ -195,27 +206,27 @@ class Result:
     def _unchanged(self) -> pa.ListArray:
         rows = np.concatenate([rows for rows, _ in self.unchanged]) if self.unchanged else np.zeros(0, np.int64)
         columns = np.concatenate([c for _, c in self.unchanged]) if self.unchanged else np.zeros(0, np.int64)
-        names = pa.array(self.names, pa.string()).take(pa.array(columns))
+        names = strings(self.names).take(integers(columns))
         return pa.ListArray.from_arrays(_offsets(rows, self.rows), names)
 
     def _special(self) -> pa.MapArray:
         if not self.special:
-            empty = pa.array([], pa.string())
+            empty = pa.nulls(0, pa.string())
             return pa.MapArray.from_arrays(_offsets(np.zeros(0, np.int64), self.rows), empty, empty)
         rows = np.concatenate([rows for rows, _, _ in self.special])
-        labels = pa.array([label for _, label, _ in self.special], pa.string())
+        labels = strings([label for _, label, _ in self.special])
         which = np.repeat(np.arange(len(self.special)), [len(rows) for rows, _, _ in self.special])
         texts = pa.concat_arrays([texts for _, _, texts in self.special])
         order = np.argsort(rows, kind="stable")
         return pa.MapArray.from_arrays(
-            _offsets(rows, self.rows), labels.take(pa.array(which[order])), texts.take(pa.array(order))
+            _offsets(rows, self.rows), labels.take(integers(which[order])), texts.take(integers(order))
         )
 
 
 def _record_batch(schema: pa.Schema, chunked: list[list[pa.Array]], rows: int) -> pa.RecordBatch:
     """The chunks of each column put together; a relation without columns still has its rows."""
     if not chunked:
-        return pa.RecordBatch.from_arrays([pa.array([], f.type) for f in schema], schema=schema)
+        return pa.RecordBatch.from_arrays([pa.nulls(0, f.type) for f in schema], schema=schema)
     if not len(schema):
         return pa.RecordBatch.from_struct_array(pa.Array.from_buffers(pa.struct([]), rows, [None]))
     columns = [parts[0] if len(parts) == 1 else pa.concat_arrays(parts) for parts in zip(*chunked, strict=True)]
@@ -225,4 +236,4 @@ def _record_batch(schema: pa.Schema, chunked: list[list[pa.Array]], rows: int) -
 def _offsets(rows: Ints, total: int) -> pa.Array:
     """List offsets for entries that belong to these rows."""
     counts = np.bincount(rows, minlength=total) if total else np.zeros(0, np.int64)
-    return pa.array(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
+    return integers(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))

@@ -12,7 +12,7 @@ import pyarrow as pa
 from millstream.errors import JournalCorrupt
 from millstream.model import Column, Op, Relation
 from millstream.sources.base import Decoded
-from millstream.sources.postgres.casts import cast, exact_text
+from millstream.sources.postgres.casts import exact_text
 from millstream.sources.postgres.cells import Message, bitmap, gather
 from millstream.sources.postgres.decode import Result, chunks
 from millstream.sources.postgres.types import BOOL_OID, BYTEA_OID, TEXT_OID, column_types
@@ -69,7 +69,7 @@ class MessageDecoder:
         bounds[0, 0:-1:2], bounds[0, 1::2] = start, stop
         bounds[1, 0:-1:2], bounds[1, 1::2] = content, message.end
         text = gather(message, bounds[0], None)
-        prefix, odd = cast(text, self.types[0])
+        prefix, odd = self.types[0].read(text)
         if len(odd):
             result.special.append((odd + result.rows, result.names[0], exact_text(text, odd)))
         transactional = pa.Array.from_buffers(pa.bool_(), rows, [None, bitmap(flags & 1 == 1)])
