@@ -73,12 +73,20 @@ _PERMANENT: tuple[tuple[str, str], ...] = (
         "ALTER ROLE <user> REPLICATION",
     ),
     (
+        r"no pg_hba\.conf entry.*no encryption",
+        "the server wants TLS from this role: add sslmode=require (or verify-full) to the uri",
+    ),
+    (
         r"no pg_hba\.conf entry|pg_hba\.conf rejects",
         "add to pg_hba.conf: hostssl <database> <user> <address of this host> scram-sha-256",
     ),
     (r"does not support SSL", "turn on ssl at the server, or choose another sslmode in the uri"),
     (
-        r"certificate verify failed|root certificate file|server certificate for|certificate.*does not match",
+        r"server certificate for .* does not match host name",
+        "use a host name that the certificate has in the uri, or sslmode=verify-ca to check none",
+    ),
+    (
+        r"certificate verify failed|root certificate file",
         "give the certificate of the server's authority: ?sslmode=verify-full&sslrootcert=/path/ca.pem",
     ),
     (r"unsupported startup parameter|replication connections are not|no such database|pgbouncer", POOLER_HINT),
