@@ -10,7 +10,7 @@ export PYTHONPATH := $(CURDIR)/src
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench lint format chaos clean
+.PHONY: help setup demo test bench lint format chaos docs clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -39,6 +39,9 @@ format: setup ## Put the code into its form
 
 chaos: setup ## Kill at each failpoint alone, then 30 times at random
 	@MILLSTREAM_CHAOS_ROUNDS=30 MILLSTREAM_CHAOS_EACH=1 $(PYTHON_IN_VENV) -m pytest -s tests/chaos
+
+docs: setup ## Make the pages that are made from the code
+	@$(PYTHON_IN_VENV) -m millstream.sources.postgres.typedoc > docs/types/postgres.md
 
 clean: ## Remove what set-up, tests and runs have left in this directory
 	rm -rf .venv .venv.lock .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist src/*.egg-info

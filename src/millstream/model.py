@@ -148,7 +148,12 @@ class Relation:
         return f"{self.schema}.{self.name}"
 
     def to_json(self) -> Json:
-        return asdict(self)
+        value = asdict(self)
+        for column in value["columns"]:
+            # Descriptions of older journals lack it; left out when unknown, it keeps their fingerprints.
+            if column["element_delimiter"] is None:
+                del column["element_delimiter"]
+        return value
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Relation:

@@ -222,3 +222,11 @@ def test_a_cast_reads_any_binary_array(oid: int, large: bool) -> None:
     assert array.to_pylist() == [one, None, one, None]
     assert odd.tolist() == [3]
     assert exact_text(masked, odd).to_pylist() == ["\\x" + b"odd \xff".hex()]
+
+
+def test_a_description_without_what_was_added_later_keeps_its_fingerprint() -> None:
+    old = relation(("id", 20), key=["id"])
+    assert "element_delimiter" not in old.to_json()["columns"][0]
+    assert Relation.from_json(old.to_json()) == old
+    new = Relation(1, "s", "t", "d", (Column("c", 90_001, element_type_oid=5, element_delimiter=";"),))
+    assert Relation.from_json(new.to_json()) == new

@@ -1,0 +1,126 @@
+"""The page about types, made from the table: python -m millstream.sources.postgres.typedoc > docs/types/postgres.md"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+from millstream.sources.postgres.connection import SESSION_SETTINGS
+from millstream.sources.postgres.types import BY_OID, EXTENSIONS, NUMERIC_OID, TYPES, PgType
+
+_WRITTEN = {
+    "bool": "boolean",
+    "int2": "smallint",
+    "int4": "integer",
+    "int8": "bigint",
+    "float4": "real",
+    "float8": "double precision",
+    "varchar": "varchar(n)",
+    "bpchar": "char(n)",
+    "char": '"char"',
+    "bit": "bit(n)",
+    "varbit": "varbit(n)",
+    "timestamptz": "timestamp with time zone",
+    "timetz": "time with time zone",
+}
+"""How people write the types that the catalog names otherwise."""
+
+_DECLARED = ((12, 2), (38, 10), (5, -2), (39, 1), (38, -1), (3, 5))
+
+_HEAD = """# Postgres types
+
+<!-- Made by `make docs` from src/millstream/sources/postgres/types.py. Change that file, not this one. -->
+
+What a column of each Postgres type becomes. Nothing is rounded, cut or guessed.
+
+**Values without a home.** Some types have values that the column's type cannot hold. Such a value is NULL in
+its column, and `_ms_special` (a map) has the column's name with the exact text, as the server writes it; for
+the old row the name is `_ms_before.<column>`. A NULL of the source has no entry there, so the two are never
+mistaken. Text that is not valid UTF-8 is treated alike, and stands there as `\\x` and hexadecimal digits.
+
+**Keys.** A column that identifies rows must not be NULL in that way. So a key column of a type that has such
+values (marked in the tables) is `string`, its exact text. Where whole rows are the identity (`REPLICA IDENTITY
+FULL` without a primary key) no single column is a key, and all keep their types.
+
+**Text.** The text of a value is what the server writes with the session settings that Millstream pins: {settings}.
+"""
+
+_NUMERIC = """
+## numeric(p,s)
+
+A decimal where Spark has one: `0 <= s <= p <= 38`, and for a negative scale `decimal(p-s,0)` if that has at most
+38 digits. Otherwise, and where nothing is declared, it is a string. In a decimal NaN and
+the infinities have no home.
+
+| declared | Spark | Arrow |
+|---|---|---|
+{rows}
+"""
+
+_ARRAYS = """
+## Arrays
+
+An array of a type in these tables is `array<T>`, T being what a column of that type becomes; elements may be NULL.
+`numeric(12,2)[]` is `array<decimal(12,2)>`. A list has one dimension, is counted from its begin, and its elements
+have the type of its elements. So an array goes to `_ms_special` as a whole when
+
+- it has several dimensions: `{{{{1,2}},{{3,4}}}}`;
+- it has bounds of its own: `[0:1]={{1,2}}`;
+- an element has no home in T: `{{1.50,NaN}}` in a `numeric(12,2)[]`.
+
+An array of an enum, a composite type, a range, a domain or an extension's type is `array<string>`: the exact text of
+each element. (The catalog tells which character divides the elements. Where it could not be asked, the whole array
+is text.)
+
+## Types that users make
+
+| type | becomes |
+|---|---|
+| domain | what its base type becomes, with the precision declared there |
+| enum | `string`, the label |
+| composite | `string`, the server's text: `(1,"a b",)` |
+| range, multirange | `string`, the server's text: `[1,5)` |
+| any other | `string`, the server's text |
+
+A composite is not a struct, because the log names its type by number only: the fields are known to the live catalog
+alone, which may have changed since, and the change of a type's fields is not in the log. What a domain is made of comes
+from the catalog too; if it no longer had the domain when the change was captured, the column is text.
+
+## Extensions
+
+Extensions' types have no fixed number: they are known by the name that the catalog gives to the column's type.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    settings = ", ".join(f"`{name}={value}`" for name, value in SESSION_SETTINGS.items())
+    declared = "\n".join(_numeric_row(precision, scale) for precision, scale in _DECLARED)
+    parts = [_HEAD.format(settings=settings)]
+    for group, entries in groupby(TYPES, key=lambda entry: entry.group):
+        parts.append(f"\n## {group}\n\n{_table(entries)}")
+        if group == "Numbers":
+            parts.append(_NUMERIC.format(rows=declared))
+    return "".join([*parts, _ARRAYS.format(), "\n", _table(EXTENSIONS)])
+
+
+def _table(entries: Iterable[PgType]) -> str:
+    head = "| type | Spark | Arrow | has values without a home | |\n|---|---|---|---|---|\n"
+    return head + "".join(f"{row}\n" for row in _rows(entries))
+
+
+def _rows(entries: Iterable[PgType]) -> Iterator[str]:
+    for entry in entries:
+        kind = entry.becomes
+        name = _WRITTEN.get(entry.name, entry.name)
+        special = "yes" if kind.special else ""
+        yield f"| {name} | `{kind.spark}` | `{kind.arrow}` | {special} | {entry.note} |"
+
+
+def _numeric_row(precision: int, scale: int) -> str:
+    kind = BY_OID[NUMERIC_OID].column((precision << 16 | scale & 0x7FF) + 4)
+    return f"| numeric({precision},{scale}) | `{kind.spark}` | `{kind.arrow}` |"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
