@@ -134,7 +134,7 @@ class CommitMessages:
     def __init__(self) -> None:
         self._sink = _Parts()
         self._writer = pa.ipc.new_stream(pa.PythonFile(self._sink, "w"), JOURNAL)
-        self._empty = pa.RecordBatch.from_arrays([pa.array([], field.type) for field in JOURNAL], schema=JOURNAL)
+        self._empty = pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in JOURNAL], schema=JOURNAL)
         self._writer.write_batch(self._empty)
         self._sink.take()
 

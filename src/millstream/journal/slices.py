@@ -168,5 +168,5 @@ def read_header(locations: Locations) -> Header:
         ) from error
 
 
-EMPTY = pa.RecordBatch.from_arrays([pa.array([], field.type) for field in JOURNAL], schema=JOURNAL)
+EMPTY = pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in JOURNAL], schema=JOURNAL)
 """No rows, in the schema of a segment."""

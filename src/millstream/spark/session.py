@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pyspark
@@ -21,7 +21,8 @@ from pyspark.sql import SparkSession
 import millstream
 from millstream.errors import DependencyError
 from millstream.observe import Event, Level, Observer, Observers
-from millstream.spark.java import find_java
+from millstream.spark.archive import archive_options
+from millstream.spark.java import Java, find_java
 
 _FOREIGN = ("SPARK_HOME", "SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED", "PYSPARK_GATEWAY_PORT")
 """Variables that would make us run on somebody else's Spark."""
@@ -57,6 +58,7 @@ def build_session(
     app_name: str = "millstream",
     extra_conf: Mapping[str, str] | None = None,
     observer: Observer | None = None,
+    java_options: Sequence[str] = (),
 ) -> SparkSession:
     """Start Spark for delivery, with everything it writes under `home_spark_dir`.
 
@@ -70,9 +72,10 @@ def build_session(
     master = master or default_master()
     home = home_spark_dir.absolute()
     (home / "tmp").mkdir(parents=True, exist_ok=True)
-    _set_environment(home, master, observer or Observers())
+    java = find_java()
+    _set_environment(home, master, java, observer or Observers())
     conf = SparkConf(loadDefaults=False)
-    conf.setAll(list(_configuration(home, master, app_name).items()))
+    conf.setAll(list(_configuration(home, master, app_name, [*archive_options(java), *java_options]).items()))
     conf.setAll(list((extra_conf or {}).items()))
     if SparkContext._gateway is None:
         _start_jvm(conf, home)
@@ -84,7 +87,7 @@ def active_session() -> SparkSession | None:
     return SparkSession.builder.getOrCreate() if SparkContext._active_spark_context is not None else None
 
 
-def _set_environment(home: Path, master: str, observer: Observer) -> None:
+def _set_environment(home: Path, master: str, java: Java, observer: Observer) -> None:
     own_home = str(Path(pyspark.__file__).parent)
     for name in _FOREIGN:
         value = os.environ.get(name)
@@ -92,7 +95,7 @@ def _set_environment(home: Path, master: str, observer: Observer) -> None:
             del os.environ[name]
             message = f"{name}={value} is ignored: Millstream runs on the pyspark of its own Python"
             observer.on_event(Event("spark.environment_ignored", message, Level.WARNING, fields={"variable": name}))
-    os.environ["JAVA_HOME"] = str(find_java())
+    os.environ["JAVA_HOME"] = str(java)
     os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     os.environ["PYTHONPATH"] = _python_path()
     if master.startswith("local-cluster"):
@@ -118,16 +121,17 @@ def _python_path() -> str:
     return os.pathsep.join([package_root, *rest])
 
 
-def _configuration(home: Path, master: str, app_name: str) -> dict[str, str]:
+def _configuration(home: Path, master: str, app_name: str, java_options: Sequence[str]) -> dict[str, str]:
     scratch = home / "tmp"
     log4j = home / "log4j2.properties"
     log4j.write_text(_LOG4J.format(log=home / "spark.log"))
+    options = [f"-Dlog4j2.configurationFile={log4j.as_uri()}", f"-Djava.io.tmpdir={scratch}", *java_options]
     conf = {
         "spark.master": master,
         "spark.app.name": app_name,
         "spark.local.dir": str(scratch),
         "spark.sql.warehouse.dir": str(home / "warehouse"),
-        "spark.driver.extraJavaOptions": f'"-Dlog4j2.configurationFile={log4j.as_uri()}" "-Djava.io.tmpdir={scratch}"',
+        "spark.driver.extraJavaOptions": " ".join(f'"{option}"' for option in options),
         "spark.sql.session.timeZone": "UTC",
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
