@@ -21,9 +21,9 @@ setup: ## Make the virtual environment and find (or install) Java
 demo: setup ## Replicate a live shop, crash in the middle, prove that all is equal
 	@$(PYTHON_IN_VENV) -m millstream demo
 
-test: setup ## Run all tests
+test: setup ## Run all tests, in two processes at once
 	@scripts/servers
-	@$(PYTHON_IN_VENV) -m pytest
+	@scripts/test $(PYTHON_IN_VENV)
 
 bench: setup ## Measure speed and latency on this machine
 	@$(PYTHON_IN_VENV) -m millstream bench
