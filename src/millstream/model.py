@@ -141,6 +141,8 @@ class Relation:
     primary_key: tuple[str, ...] = ()
     enriched: bool = False
     source_kind: str = "postgres"
+    encoding: str = "UTF8"
+    """How the text of its values is encoded. SQL_ASCII: any bytes, since its database never looks at them."""
 
     @property
     def table(self) -> str:

@@ -344,28 +344,6 @@ def test_a_large_value_that_did_not_change_is_marked(database: Database) -> None
     assert result.before["big"].to_pylist() == [None, None, None, "x" * 9000]
 
 
-def test_bytes_of_a_database_without_encoding_are_kept(database: Database) -> None:
-    name = f"{database.name}_ascii"
-    database.sql(f"CREATE DATABASE {name} TEMPLATE template0 ENCODING 'SQL_ASCII' LOCALE 'C'")
-    ascii_database = Database(database.server, name)
-    try:
-        run(
-            ascii_database,
-            "CREATE TABLE keyed (key bigint PRIMARY KEY, a text); CREATE PUBLICATION trial FOR TABLE keyed",
-            "ascii",
-            r"INSERT INTO keyed VALUES (1, E'\377\001'), (2, 'plain'), (3, E'\303\251')",
-        )
-        # With UTF8 the server itself refuses to send such bytes.
-        with session(ascii_database, client_encoding="SQL_ASCII") as connection:
-            log = Log(connection, "ascii")
-            connection.execute("SELECT pg_drop_replication_slot('ascii')")
-    finally:
-        database.sql(f"DROP DATABASE {name} WITH (FORCE)")
-    result = log.decoded("keyed")
-    assert result.after["a"].to_pylist() == [None, "plain", "é"]
-    assert result.special.to_pylist() == [[("a", "\\xff01")], [], []]
-
-
 def test_logical_messages_are_what_was_emitted(any_database: Database) -> None:
     slot = f"messages_{any_database.name}"
     run(

@@ -147,7 +147,8 @@ def test_a_start_that_was_killed_after_making_the_slot_finds_it_again(database: 
     for step in ("capture.publication_created", "capture.slot_created"):
         killed = subprocess.run(
             [sys.executable, "-c", program, database.uri, database.name],
-            env={**os.environ, "MILLSTREAM_FAILPOINT": step, "PYTHONPATH": str(Path(__file__).parents[2])},
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "MILLSTREAM_FAILPOINT": step},
             check=False,
         )
         assert killed.returncode == -9

@@ -15,7 +15,7 @@ from typing import Any
 
 from millstream.model import Column, Relation
 from millstream.sources.base import Finding, Severity
-from millstream.sources.postgres.connection import Connection, translated
+from millstream.sources.postgres.connection import Connection, translated, value_encoding
 from millstream.sources.postgres.identity import IdentityFacts, partition_mismatch, usable_identity
 from millstream.sources.postgres.patterns import Pattern, parse_patterns, quote
 
@@ -174,7 +174,8 @@ def enrich(conn: Connection, relation: Relation, publications: Sequence[str] = (
     known = found[0].relation if found else None
     if known is None or _said(known) != _said(relation):
         flagged = tuple(column.name for column in relation.columns if column.key)
-        return replace(relation, key=flagged, primary_key=(), enriched=False)
+        encoding = value_encoding(conn.pgconn)
+        return replace(relation, key=flagged, primary_key=(), enriched=False, encoding=encoding)
     return replace(known, enriched=True)
 
 
@@ -195,10 +196,11 @@ def _read(
     query = _TABLES.format(condition=condition, listed=_COLUMN_LIST if column_lists else "NULL")
     with translated("reading the catalog"):
         rows = conn.execute(query.encode(), parameters).fetchall()
-    return [_table(row, conn.info.server_version) for row in rows]
+    encoding = value_encoding(conn.pgconn)
+    return [_table(row, conn.info.server_version, encoding) for row in rows]
 
 
-def _table(row: tuple[Any, ...], server_version: int) -> Table:
+def _table(row: tuple[Any, ...], server_version: int, encoding: str) -> Table:
     (oid, schema, name, kind, persistence, identity, row_security, owned, selectable, system) = row[:10]
     ancestors, raw_columns, indexes, partitions, listed = row[10:]
     columns = raw_columns or []
@@ -225,6 +227,7 @@ def _table(row: tuple[Any, ...], server_version: int) -> Table:
             key=facts.key(tuple(c["name"] for c in published)),
             primary_key=facts.primary_key,
             enriched=True,
+            encoding=encoding,
         ),
         kind=kind,
         persistence=persistence,

@@ -44,6 +44,10 @@ SESSION_SETTINGS: Mapping[str, str] = {
 }
 """What the text of values depends on. The values are as SHOW gives them."""
 
+UNKNOWN_ENCODING = "SQL_ASCII"
+"""The encoding of a database that takes any bytes for text. As UTF8 the server would refuse to send
+those that are none, and the slot would never move again: so they are asked for as they are."""
+
 LOCK_TIMEOUT = "10s"
 """How long the control connection waits for a table's lock before it gives way and tries later."""
 
@@ -129,8 +133,10 @@ def connect_replication(spec: SourceSpec, options: PostgresOptions, *, applicati
     try:
         for statement in _timeouts(connection.server_version, "0"):
             command(connection, statement)
+        encoding = value_encoding(connection)
+        command(connection, f"SET client_encoding = '{encoding}'")
         _refuse_pooler(connection)
-        _check_settings(session_settings(connection))
+        _check_settings(session_settings(connection), encoding)
     except BaseException:
         connection.finish()
         raise
@@ -220,6 +226,12 @@ def session_settings(connection: PGconn) -> dict[str, str]:
     return {name: value or "" for name, value in zip(names, row, strict=True)}
 
 
+def value_encoding(connection: PGconn) -> str:
+    """The encoding of the values that replication sends: UTF8, unless the database itself has none."""
+    stored = (connection.parameter_status(b"server_encoding") or b"").decode()
+    return UNKNOWN_ENCODING if stored == UNKNOWN_ENCODING else SESSION_SETTINGS["client_encoding"]
+
+
 def translate(sqlstate: str | None, message: str, doing: str) -> SourceError:
     """Our error for one of the server's, by its SQLSTATE. `message` is the server's primary message."""
     text = f"{doing}: {message}"
@@ -227,6 +239,8 @@ def translate(sqlstate: str | None, message: str, doing: str) -> SourceError:
         return SourceUnavailable(text)
     if sqlstate == "42501":
         return SourceHalted(text, hint="grant the missing right; `millstream check` names it with its SQL")
+    if sqlstate == "22021":
+        return SourceHalted(text, hint="a name, default or enum label in the database is no UTF-8: give it one that is")
     return SourceHalted(f"{text} (SQLSTATE {sqlstate})")
 
 
@@ -322,8 +336,9 @@ def _refuse_pooler(connection: PGconn) -> None:
         raise SourceHalted("a connection pooler stands between us and the server", hint=POOLER_HINT)
 
 
-def _check_settings(actual: Mapping[str, str]) -> None:
-    wrong = [f"{name} is {actual[name]!r}" for name, value in SESSION_SETTINGS.items() if actual[name] != value]
+def _check_settings(actual: Mapping[str, str], encoding: str = SESSION_SETTINGS["client_encoding"]) -> None:
+    wanted = {**SESSION_SETTINGS, "client_encoding": encoding}
+    wrong = [f"{name} is {actual[name]!r}" for name, value in wanted.items() if actual[name] != value]
     if wrong:
         raise SourceHalted(
             f"the server did not take our session settings: {', '.join(wrong)}",

@@ -10,6 +10,9 @@ beyond 9999, an array of two dimensions) is NULL in the column and stands with i
 `_ms_special`. A key column must never be NULL like that, so a key column whose type has such
 values is text. A type this table does not know, or cannot see through (a domain whose base the
 catalog no longer told), arrives as its exact text.
+
+A database with the encoding SQL_ASCII takes any bytes for text. So what is text of its users there
+(not what is always ASCII, like a uuid or an interval) becomes binary columns.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ class ColumnType:
     text: Reader = casts.text
     special: bool = False
     binary: Reader | None = None
+    ascii: bool = False
+    """Whether its text is ASCII in any database, whatever the encoding."""
 
     def read(self, cells: pa.Array) -> Casted:
         """The server's text as a column, and the rows that have no home in it."""
@@ -47,6 +52,16 @@ class ColumnType:
     def as_text(self) -> ColumnType:
         """The same type where only its text will do."""
         return replace(self, arrow=pa.string(), spark="string", text=casts.text, special=False)
+
+    def as_bytes(self) -> ColumnType:
+        """The same type in a database that knows no encoding: what was text may be any bytes."""
+        if self.ascii:
+            return self
+        if pa.types.is_string(self.arrow):
+            return replace(self, arrow=pa.binary(), spark="binary")
+        if self.arrow == pa.list_(pa.string()):
+            return replace(self, arrow=pa.list_(pa.binary()), spark="array<binary>")
+        return self
 
 
 @dataclass(frozen=True)
@@ -79,7 +94,9 @@ _MAX_DECIMAL = 38
 def _type(
     group: str, oid: int, array: int, name: str, arrow: pa.DataType, text: casts.Reader, *, special: bool = False
 ) -> PgType:
-    return PgType(group, oid, array, name, ColumnType(arrow, _spark(arrow), text, special, binary.READERS.get(name)))
+    ascii = group in _ASCII_GROUPS or name in _ASCII_NAMES
+    becomes = ColumnType(arrow, _spark(arrow), text, special, binary.READERS.get(name), ascii)
+    return PgType(group, oid, array, name, becomes)
 
 
 def _texts(group: str, *types: tuple[int, int, str]) -> list[PgType]:
@@ -112,6 +129,9 @@ _SPARK = {
     "timestamp[us]": "timestamp_ntz",
     "timestamp[us, tz=UTC]": "timestamp",
 }
+
+_ASCII_GROUPS = {"Numbers", "Bytes and bits", "Dates and times", "Network", "Geometry", "Ranges"}
+_ASCII_NAMES = {"uuid", "tid", "pg_lsn", "pg_snapshot", "txid_snapshot"}
 
 _FAR = "infinity, -infinity, BC and years beyond 9999"
 _REG = "the object's name, with its schema unless that is pg_catalog; the number of an object that is gone"
@@ -222,14 +242,15 @@ def column_types(relation: Relation) -> tuple[ColumnType, ...]:
     keys = set(relation.key)
     if relation.identity == "f" and not relation.primary_key:
         keys = set()
-    return tuple(column_type(column, key=column.name in keys) for column in relation.columns)
+    types = tuple(column_type(column, key=column.name in keys) for column in relation.columns)
+    return types if relation.encoding == "UTF8" else tuple(each.as_bytes() for each in types)
 
 
 @cache
 def array_of(element: ColumnType, delimiter: str = ",") -> ColumnType:
     """The type of arrays with such elements: a list of them, where the array is one (see `arrays`)."""
     reader = ListReader(element.text, delimiter)
-    return ColumnType(pa.list_(element.arrow), f"array<{element.spark}>", reader, special=True)
+    return ColumnType(pa.list_(element.arrow), f"array<{element.spark}>", reader, special=True, ascii=element.ascii)
 
 
 def _column_type(column: Column) -> ColumnType:
