@@ -27,7 +27,7 @@ ELSEWHERE = {
 }
 """Failpoints that a plain stream never passes, and the test that kills there instead."""
 
-LARGE = {"capture.spooled", "journal.flushed", "journal.rolled_inside"}
+LARGE = {"capture.spooled", "journal.flushed", "journal.rolled_inside", "journal.part_named"}
 """Steps that only a transaction larger than memory allows for passes."""
 
 PATIENCE = 420.0
@@ -90,8 +90,8 @@ def once(name: str) -> bool:
     """Steps that a stream passes only once, or only when it starts."""
     return name.rpartition(".")[2] in {
         "created", "publication_created", "slot_created", "journal_created", "epoch_opened", "recovered",
-        "relation_written", "seal_written", "manifest_published", "rolled", "rolled_inside", "flushed", "spooled",
-        "replication_started",
+        "relation_written", "seal_written", "manifest_published", "rolled", "rolled_inside", "part_named",
+        "flushed", "spooled", "replication_started",
     }  # fmt: skip
 
 

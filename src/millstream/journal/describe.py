@@ -7,13 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 
 from millstream.errors import JournalError
 from millstream.journal.catalog import Catalog
 from millstream.journal.format import Head, Header
-from millstream.journal.index import column
+from millstream.journal.index import in_seq_order
 from millstream.journal.manifest import FILE as MANIFEST
 from millstream.journal.manifest import Manifest
 from millstream.journal.reader import JournalReader
@@ -118,6 +117,5 @@ def rows(reader: JournalReader, range: SeqRange, tables: Sequence[str] = ()) -> 
         ]
         found = [batch for batch in found if len(batch)]
         if found:
-            batch = pa.concat_batches(found)
-            yield batch.take(pa.array(np.argsort(column(batch, "seq"))))
+            yield in_seq_order(pa.concat_batches(found))
         start = part.end

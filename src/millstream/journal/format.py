@@ -8,10 +8,15 @@
       manifest.json        the closed segments, replaced when one is closed, sealed or retired
       relations.jsonl      one description a line, once per content, the line number is its id
       segments/
-        N.arrows           open form: an Arrow IPC stream in seq order, mixed relations
+        N.arrows           open form: an Arrow IPC stream in commit order, mixed relations
         N.sealed.arrows    the same rows, written once more in runs of one relation each
         N.idx  N.sealed.idx     slices: one record per (record batch, relation)
         N.cuts                  transaction ends: seq, positions, commit time
+
+At most two segments are in open form and in nothing else: the one that is written and the one before
+it, while it is being sealed. A transaction over many segments writes the inner ones in runs of one
+relation and names them sealed at once; they count with the commit record in its last segment. Beside
+them, the open form of a sealed segment stays while a running batch may read it.
 
 Truth is in the segments alone: commit records inside the streams say what is whole, `head`,
 `manifest.json`, `.idx` and `.cuts` can be rebuilt from them.

@@ -16,7 +16,7 @@ import pyarrow as pa
 from millstream.errors import OutOfRange
 from millstream.journal.catalog import Catalog, View
 from millstream.journal.format import Head, Header
-from millstream.journal.index import CUT_ROWS, Cut, Records, column, to_cut, transaction_ends
+from millstream.journal.index import CUT_ROWS, Cut, Records, column, in_seq_order, to_cut, transaction_ends
 from millstream.journal.slices import EMPTY, open_slices, read_slice, sealed_slices
 from millstream.model import SeqRange
 
@@ -32,8 +32,7 @@ def rows_between(catalog: Catalog, views: Sequence[View], start: int, end: int) 
             make = sealed_slices if view.sealed else open_slices
             names = {"journal_id": catalog.header().journal_id, "epoch": view.epoch, "segment": view.name}
             found += [read_slice(slice, catalog.bases, range) for slice in make(catalog.index(view), range, **names)]
-    rows = pa.concat_batches(found)
-    return rows.take(pa.array(np.argsort(column(rows, "seq"))))
+    return in_seq_order(pa.concat_batches(found))
 
 
 def ends_between(catalog: Catalog, views: Sequence[View], start: int, end: int) -> list[Cut]:

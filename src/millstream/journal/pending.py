@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from millstream.errors import JournalError
 from millstream.journal.format import JOURNAL, MAX_BATCH_BYTES, MAX_BATCH_ROWS
-from millstream.journal.index import column, row_bytes
+from millstream.journal.index import column, integers, row_bytes
 from millstream.journal.segment import End
 from millstream.sources.base import CAPTURED, Block
 
@@ -113,7 +113,7 @@ class Pending:
 
 
 def _numbered(rows: pa.RecordBatch, first: int) -> pa.RecordBatch:
-    seq = pa.array(np.arange(first, first + len(rows), dtype=np.int64))
+    seq = integers(np.arange(first, first + len(rows)))
     return pa.RecordBatch.from_arrays([seq, *rows.columns], schema=JOURNAL)
 
 

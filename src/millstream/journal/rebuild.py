@@ -15,25 +15,27 @@ import pyarrow as pa
 from millstream.errors import JournalCorrupt
 from millstream.journal.commit import SCHEMA_MESSAGE, CommitRecord
 from millstream.journal.files import disk_errors, open_file, write_all
-from millstream.journal.index import CUTS, INDEX, Records, column, cuts_of, index_of
+from millstream.journal.index import CUTS, INDEX, Records, column, cuts_of, in_seq_order, index_of
 from millstream.journal.manifest import Entry, entry_of
 from millstream.journal.segment import (
     Addition,
     End,
     Mark,
+    Message,
     addition,
     frames,
     record_batch,
     segment_name,
+    segment_number,
 )
 
 
-def ensure_index(segments: Path, number: int, length: int, record: CommitRecord) -> Mark:
-    """The mark of a segment that ends with `record`; its derived files are rebuilt if they disagree."""
+def ensure_index(segments: Path, name: str, length: int, record: CommitRecord) -> Mark:
+    """The mark of the segment in `name`, which ends with `record`; derived files that disagree are rebuilt."""
+    number = segment_number(name)
     mark = Mark.after(record, number, length)
-    name = segment_name(number)
     sizes = (mark.index_entries * INDEX.itemsize, mark.cut_entries * CUTS.itemsize)
-    paths = (segments / f"{name}.idx", segments / f"{name}.cuts")
+    paths = (segments / f"{name}.idx", segments / f"{segment_name(number)}.cuts")
     if all(
         _crc_of(path, size) == crc for path, size, crc in zip(paths, sizes, (mark.index_crc, mark.cut_crc), strict=True)
     ):
@@ -46,21 +48,37 @@ def ensure_index(segments: Path, number: int, length: int, record: CommitRecord)
 
 
 def additions(path: Path, number: int, length: int, record: CommitRecord) -> Iterator[Addition]:
-    """What each message of an open-form segment added, worked out again from its rows."""
+    """What each batch of an open-form segment added, worked out again from its rows."""
     mark = Mark(number, record.first_seq, record.first_seq - 1, len(SCHEMA_MESSAGE))
     with pa.memory_map(str(path)) as source:
-        data = source.read_buffer(length)
-        found = [frame for frame in frames(data) if frame.has_rows]
-        batches = (record_batch(frame, str(path)) for frame in found)
-        batch = next(batches, None)
-        for frame in found:
-            after = next(batches, None)
-            assert batch is not None  # noqa: S101 - one batch per frame
-            mark = replace(mark, length=frame.offset)
-            part = addition(mark, batch, frame.raw, _goes_on(batch, after, record))
+        batches = _batches(source.read_buffer(length), record.first_seq, str(path))
+        following = next(batches, None)
+        while following is not None:
+            (offset, batch, messages), following = following, next(batches, None)
+            mark = replace(mark, length=offset)
+            part = addition(mark, batch, messages, _goes_on(batch, following[1] if following else None, record))
             mark = part.mark
             yield part
-            batch = after
+
+
+def _batches(data: pa.Buffer, first: int, where: str) -> Iterator[tuple[int, pa.RecordBatch, list[Message]]]:
+    """The batches of a segment as they were written: offset, rows in seq order, messages.
+
+    A batch that was written in runs of one relation is whole when no seq is missing in between.
+    """
+    offset, rows, last = 0, 0, first - 1
+    messages: list[Message] = []
+    for frame in frames(data):
+        if not frame.has_rows:
+            continue
+        batch = record_batch(frame, where)
+        offset = offset if messages else frame.offset
+        messages.append((batch, frame.raw))
+        rows += len(batch)
+        last = max(last, int(column(batch, "seq")[-1]))
+        if rows == last - first + 1:
+            yield offset, in_seq_order(pa.concat_batches([part for part, _ in messages])), messages
+            messages, rows, first = [], 0, last + 1
 
 
 def _goes_on(batch: pa.RecordBatch, after: pa.RecordBatch | None, record: CommitRecord) -> bool:
@@ -70,8 +88,12 @@ def _goes_on(batch: pa.RecordBatch, after: pa.RecordBatch | None, record: Commit
     return bool(column(batch, "commit_position")[-1] == column(after, "commit_position")[0])
 
 
-def sealed_entry(segments: Path, number: int, journal_id: str) -> Entry | None:
-    """The entry of a sealed segment, from the segment alone; None unless every byte of it checks out."""
+def sealed_entry(segments: Path, number: int, journal_id: str) -> tuple[Entry, bool] | None:
+    """The entry of a sealed segment, from the segment alone; None unless every byte of it checks out.
+
+    Also whether its rows are committed for sure: a part of a transaction over several segments is
+    so only with the last of them.
+    """
     name = segment_name(number, sealed=True)
     path = segments / f"{name}.arrows"
     with pa.memory_map(str(path)) as source:
@@ -93,7 +115,7 @@ def sealed_entry(segments: Path, number: int, journal_id: str) -> Entry | None:
     )
     _overwrite(segments / f"{name}.idx", [index])
     _overwrite(segments / f"{segment_name(number)}.cuts", [cuts])
-    return replace(entry_of(mark, End.of(record), record.epoch), sealed_at=time.time())
+    return replace(entry_of(mark, End.of(record), record.epoch), sealed_at=time.time()), record.committed
 
 
 def sealed_parts(data: pa.Buffer, record: CommitRecord, where: str) -> tuple[Records, Records]:
@@ -107,7 +129,7 @@ def sealed_parts(data: pa.Buffer, record: CommitRecord, where: str) -> tuple[Rec
     if not batches:
         return index[0], np.zeros(0, CUTS)
     rows = pa.concat_batches(batches)
-    rows = rows.take(pa.array(np.argsort(column(rows, "seq"))))
+    rows = in_seq_order(rows)
     if len(rows) != record.seq - record.first_seq + 1:
         raise JournalCorrupt(f"{where} has {len(rows)} rows for seq {record.first_seq} to {record.seq}")
     return np.concatenate(index), cuts_of(rows, record.last_cut != record.seq, 0)
@@ -138,8 +160,8 @@ def rebuilt_entry(segments: Path, entry: Entry) -> Entry:
         rebuilt = sealed_entry(segments, entry.number, record.journal_id)
         if rebuilt is None:
             raise JournalCorrupt(f"{path} is damaged", hint="restore the file")
-        return replace(rebuilt, sealed_at=entry.sealed_at)
-    mark = ensure_index(segments, entry.number, entry.bytes, record)
+        return replace(rebuilt[0], sealed_at=entry.sealed_at)
+    mark = ensure_index(segments, entry.name, entry.bytes, record)
     return replace(
         entry,
         index_entries=mark.index_entries,

@@ -9,8 +9,9 @@ once, and cutting them would lose rows silently.
 from __future__ import annotations
 
 import os
+import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from millstream.journal.format import Head, Header
 from millstream.journal.manifest import FILE as MANIFEST
 from millstream.journal.manifest import Manifest, entry_of
 from millstream.journal.rebuild import derived_files_fit, ensure_index, rebuilt_entry, sealed_entry
-from millstream.journal.segment import End, Mark, frames, segment_name, segment_number
+from millstream.journal.segment import End, Mark, frames, remove_segment, segment_name, segment_number
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,7 @@ def _recover_tail(
     """The segments that are not in the manifest: keep them up to the last good commit record."""
     segments = directory / "segments"
     last = manifest.entries[-1].number if manifest.entries else 0
-    tail = sorted(
-        segment_number(name) for name in names if name == f"{name[:8]}.arrows" and segment_number(name) > last
-    )
+    tail = _tail(names, last)
     walked = walk(segments, header, tail, last + 1)
     good = next((point for point in reversed(walked) if point.record.committed), None)
     end = End.of(good.record) if good else end_of(manifest, header)
@@ -92,21 +91,37 @@ def _recover_tail(
     last_of = {point.number: point for point in walked if point.number <= good.number}
     last_of[good.number] = good
     points = [last_of[number] for number in sorted(last_of)]
-    marks = [ensure_index(segments, point.number, point.offset, point.record) for point in points]
+    marks = [ensure_index(segments, tail[point.number], point.offset, point.record) for point in points]
     if len(marks) > 1:
         closed = [entry_of(mark, End.of(last_of[mark.number].record), epoch) for mark in marks[:-1]]
-        manifest = manifest.adding(*closed)
+        parts = {number for number, name in tail.items() if name == segment_name(number, sealed=True)}
+        now = time.time()
+        manifest = manifest.adding(*(replace(e, sealed_at=now) if e.number in parts else e for e in closed))
         manifest.save(directory)
     return Recovered(manifest, marks[-1], end)
 
 
-def walk(segments: Path, header: Header, tail: Sequence[int], first: int) -> list[Point]:
+def _tail(names: Sequence[str], last: int) -> dict[int, str]:
+    """The segments that are not in the manifest, in order, each with the name of the form it has.
+
+    One in sealed form alone is an inner part of a transaction over several segments; what a sealing
+    left behind has an open form beside it.
+    """
+    stems = sorted(name.removesuffix(".arrows") for name in names if name.endswith(".arrows"))
+    found: dict[int, str] = {}
+    for stem in stems:
+        if segment_number(stem) > last:
+            found.setdefault(segment_number(stem), stem)
+    return found
+
+
+def walk(segments: Path, header: Header, tail: Mapping[int, str], first: int) -> list[Point]:
     """All records, in order, as far as every byte checks out."""
     points: list[Point] = []
-    for expected, number in enumerate(tail, start=first):
+    for expected, (number, name) in enumerate(tail.items(), start=first):
         if number != expected:
             break
-        with pa.memory_map(str(segments / f"{segment_name(number)}.arrows")) as source:
+        with pa.memory_map(str(segments / f"{name}.arrows")) as source:
             data = source.read_buffer()
             found, clean = walk_segment(data, number, header.journal_id)
             del data
@@ -139,10 +154,12 @@ def walk_segment(data: pa.Buffer, number: int, journal_id: str) -> tuple[list[Po
     return points, checked == len(view)
 
 
-def judge(segments: Path, header: Header, head: Head | None, tail: Sequence[int], good: Point | None, end: End) -> None:
+def judge(
+    segments: Path, header: Header, head: Head | None, tail: Mapping[int, str], good: Point | None, end: End
+) -> None:
     """Raise JournalCorrupt if anything after the last good record is known to have been committed."""
-    place = (good.number, good.offset) if good else (tail[0] if tail else 0, 0)
-    where = segments / f"{segment_name(place[0])}.arrows"
+    place = (good.number, good.offset) if good else (min(tail, default=0), 0)
+    where = segments / f"{tail.get(place[0], segment_name(place[0]))}.arrows"
     remedy = "restore the journal's files, or re-base the stream; `millstream journal verify` shows the damage"
     if head and head.journal_id == header.journal_id and (head.seq > end.seq or head.covered > end.covered):
         raise JournalCorrupt(
@@ -150,13 +167,13 @@ def judge(segments: Path, header: Header, head: Head | None, tail: Sequence[int]
             hint=remedy,
         )
     for number in (number for number in tail if number >= place[0]):
-        raw = (segments / f"{segment_name(number)}.arrows").read_bytes()
+        raw = (segments / f"{tail[number]}.arrows").read_bytes()
         start = place[1] if number == place[0] else 0
         for at in places(raw):
             frame = next(frames(pa.py_buffer(raw).slice(at), at), None)
             record = frame.record() if frame else None
             if at >= start and frame and record and record.journal_id == header.journal_id and record.committed:
-                followed = frame.end < len(raw) or tail[-1] > number
+                followed = frame.end < len(raw) or max(tail) > number
                 if followed or (record.group_segment, record.group_offset) > place:
                     raise JournalCorrupt(
                         f"{where} is damaged after byte {place[1]}: "
@@ -165,12 +182,11 @@ def judge(segments: Path, header: Header, head: Head | None, tail: Sequence[int]
                     )
 
 
-def _cut(segments: Path, tail: Sequence[int], good: Point | None) -> None:
+def _cut(segments: Path, tail: Iterable[int], good: Point | None) -> None:
     """Remove every byte after the last good record, whole segments included, last one first."""
     beyond = [number for number in tail if good is None or number > good.number]
     for number in reversed(beyond):
-        for ending in (".arrows", ".idx", ".cuts"):
-            remove_file(segments / (segment_name(number) + ending))
+        remove_segment(segments, number)
     if beyond:
         sync_directory(segments)
     if good and (segments / f"{segment_name(good.number)}.arrows").stat().st_size > good.offset:
@@ -193,8 +209,10 @@ def _manifest(directory: Path, header: Header, names: Sequence[str], epoch: int)
         for name in names
         if name.endswith(".sealed.arrows")
     ]
-    entries = [entry for entry in found if entry is not None]
-    manifest = replace(Manifest().adding(*entries), version=epoch * 1_000_000)
+    sealed = [one for one in found if one is not None]
+    while sealed and not sealed[-1][1]:
+        sealed.pop()  # the inner parts of a transaction whose commit must be found first
+    manifest = replace(Manifest().adding(*(entry for entry, _ in sealed)), version=epoch * 1_000_000)
     manifest.save(directory)
     return manifest
 
@@ -230,6 +248,8 @@ def _repair_closed(directory: Path, manifest: Manifest) -> Manifest:
 def _remove_leftovers(segments: Path, manifest: Manifest, names: Sequence[str]) -> None:
     """Remove what a sealing left behind that never got into the manifest, and half-written files."""
     sealed = {entry.number for entry in manifest.entries if entry.sealed}
+    opened = {segment_number(name) for name in names if name == f"{name[:8]}.arrows"}
     for name in names:
-        if name.endswith(".tmp") or (".sealed." in name and segment_number(name) not in sealed):
+        half_sealed = ".sealed." in name and segment_number(name) in opened - sealed
+        if name.endswith(".tmp") or half_sealed or (name == f"{name[:8]}.idx" and segment_number(name) not in opened):
             remove_file(segments / name)

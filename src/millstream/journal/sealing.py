@@ -25,13 +25,13 @@ from millstream.errors import JournalCorrupt
 from millstream.failpoint import failpoint
 from millstream.journal.commit import SCHEMA_MESSAGE, CommitMessages
 from millstream.journal.files import disk_errors, open_file, remove_file, sync_directory, sync_file, write_all
-from millstream.journal.index import INDEX, Records, column, index_of, row_bytes
+from millstream.journal.grouping import RUN_BYTES, by_relation, cut_runs
+from millstream.journal.index import INDEX, Records, column, index_of, integers
 from millstream.journal.manifest import Entry
 from millstream.journal.segment import End, Mark, commit_record, segment_name
 
-RUN_ROWS = 16 << 10
-RUN_BYTES = 8 << 20
-"""A run is one record batch of a sealed segment; a batch that ends inside one reads all of it."""
+GATHER_BYTES = RUN_BYTES
+"""Relations whose rows take no more than this together are gathered in one pass over the segment."""
 
 STRETCH_BYTES = 4 << 20
 """So much of the open form is read at a time, and one message more."""
@@ -227,10 +227,10 @@ def runs(source: Path, entry: Entry, stop: threading.Event) -> Iterator[pa.Recor
                 raise Cancelled
             gathered.append(batch)
             if group.streamed:
-                *full, rest = _cut_runs(pa.concat_batches(gathered))
+                *full, rest = cut_runs(pa.concat_batches(gathered))
                 yield from full
                 gathered = [rest]
-        yield from _by_relation(pa.concat_batches(gathered))
+        yield from by_relation(pa.concat_batches(gathered))
 
 
 def _groups(index: Records) -> Iterator[_Group]:
@@ -241,10 +241,10 @@ def _groups(index: Records) -> Iterator[_Group]:
     size = 0.0
     for relation in relations:
         weight = float(share[index["relation"] == relation].sum())
-        if weight > RUN_BYTES:
+        if weight > GATHER_BYTES:
             yield _Group(frozenset({int(relation)}), streamed=True)
             continue
-        if relations_of and size + weight > RUN_BYTES:
+        if relations_of and size + weight > GATHER_BYTES:
             yield _Group(frozenset(relations_of), streamed=False)
             relations_of, size = [], 0.0
         relations_of.append(int(relation))
@@ -296,24 +296,4 @@ def _read_stretch(file: FileIO, messages: Records, source: Path) -> pa.RecordBat
 
 def _only(batch: pa.RecordBatch, keys: Records) -> pa.RecordBatch:
     chosen = np.isin(column(batch, "relation"), keys)
-    return batch if chosen.all() else batch.take(pa.array(np.flatnonzero(chosen)))
-
-
-def _by_relation(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    relation = column(batch, "relation")
-    order = np.argsort(relation, kind="stable")
-    borders = np.flatnonzero(np.diff(relation[order])) + 1
-    for rows in np.split(order, borders):
-        yield from _cut_runs(batch.take(pa.array(rows)))
-
-
-def _cut_runs(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Rows of one relation, cut at RUN_ROWS rows and about RUN_BYTES bytes."""
-    total = np.cumsum(row_bytes(batch))
-    start = 0
-    while start < len(batch):
-        before = int(total[start - 1]) if start else 0
-        end = int(np.searchsorted(total, before + RUN_BYTES, side="right"))
-        end = min(max(end, start + 1), start + RUN_ROWS, len(batch))
-        yield batch.slice(start, end - start)
-        start = end
+    return batch if chosen.all() else batch.take(integers(np.flatnonzero(chosen)))

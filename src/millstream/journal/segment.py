@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.errors import JournalCorrupt
+from millstream.failpoint import failpoint
 from millstream.journal.commit import COMMIT_BODY, CommitRecord
-from millstream.journal.files import disk_errors, open_file, sync_file, write_all
+from millstream.journal.files import disk_errors, open_file, remove_file, sync_file, write_all
 from millstream.journal.format import JOURNAL
 from millstream.journal.index import CUTS, INDEX, Cut, Records, column, cuts_of, index_of, row_bytes
 
@@ -178,19 +179,27 @@ def commit_record(
     )
 
 
+Message = tuple[pa.RecordBatch, Any]
+"""Rows, and the bytes of the IPC message that holds them."""
+
+
 @dataclass(frozen=True)
 class Addition:
-    """What one message adds to the files beside its segment, and the mark after it."""
+    """What one batch adds to the files beside its segment, and the mark after it."""
 
     index: Records
     cuts: Records
     mark: Mark
 
 
-def addition(mark: Mark, batch: pa.RecordBatch, message: Any, open_end: bool) -> Addition:
-    """Describe `batch`, serialised as `message`, as the next message after `mark`."""
-    length = len(memoryview(message))
-    index = index_of(batch, mark.length, length, zlib.crc32(message))
+def addition(mark: Mark, batch: pa.RecordBatch, messages: Sequence[Message], open_end: bool) -> Addition:
+    """Describe `batch`, whose rows are in seq order, written as these messages right after `mark`."""
+    parts, length = [], mark.length
+    for rows, message in messages:
+        size = len(memoryview(message))
+        parts.append(index_of(rows, length, size, zlib.crc32(message)))
+        length += size
+    index = np.concatenate(parts)
     cuts = cuts_of(batch, open_end, mark.row_bytes)
     ts = column(batch, "commit_ts")
     low, high = int(ts.min()), int(ts.max())
@@ -198,7 +207,7 @@ def addition(mark: Mark, batch: pa.RecordBatch, message: Any, open_end: bool) ->
     after = replace(
         mark,
         last_seq=int(column(batch, "seq")[-1]),
-        length=mark.length + length,
+        length=length,
         index_entries=mark.index_entries + len(index),
         index_crc=zlib.crc32(index.tobytes(), mark.index_crc),
         cut_entries=mark.cut_entries + len(cuts),
@@ -225,6 +234,16 @@ def with_cut(mark: Mark, cut: Cut) -> tuple[Mark, bytes]:
     )
     raw = np.array([record], CUTS).tobytes()
     return replace(mark, cut_entries=mark.cut_entries + 1, cut_crc=zlib.crc32(raw, mark.cut_crc), last_cut=cut.seq), raw
+
+
+ENDINGS = (".arrows", ".idx", ".sealed.arrows", ".sealed.idx", ".cuts")
+"""Of all files that a segment can have, in either form."""
+
+
+def remove_segment(directory: Path, number: int) -> None:
+    """Remove every file of a segment that is there."""
+    for ending in ENDINGS:
+        remove_file(directory / (segment_name(number) + ending))
 
 
 class SegmentFiles:
@@ -261,6 +280,14 @@ class SegmentFiles:
                 for fd, size in zip(self._fds, sizes, strict=True):
                     os.ftruncate(fd, size)
                 self.sync()
+
+    def name_sealed(self) -> None:
+        """Give the files the names of a sealed segment, for one that was written in runs of one relation."""
+        with disk_errors(self.path, "name the segment"):
+            sealed = self.path.with_name(f"{segment_name(self.number, sealed=True)}.arrows")
+            self.path.rename(sealed)
+            failpoint("journal.part_named")
+            self.path.with_suffix(".idx").rename(sealed.with_suffix(".idx"))
 
     def close(self) -> None:
         while self._fds:

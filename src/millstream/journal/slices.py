@@ -12,7 +12,7 @@ import pyarrow as pa
 from millstream.errors import JournalCorrupt, JournalError, JournalMismatch
 from millstream.journal.files import HEADER
 from millstream.journal.format import JOURNAL, MAX_BATCH_ROWS, Header, Slice
-from millstream.journal.index import Records, column
+from millstream.journal.index import Records, column, integers
 from millstream.journal.locations import Locations
 from millstream.journal.segment import frames, record_batch
 from millstream.model import SeqRange
@@ -44,9 +44,13 @@ def open_slices(index: Records, range: SeqRange, **names: Any) -> Iterator[Slice
     A thousand one-row commits are so a few slices, and a task that opens several relations of one
     window reads it once.
     """
-    chosen = index[(index["last_seq"] > range.start) & (index["first_seq"] <= range.end)]
-    if len(chosen) == 0:
+    wanted = (index["last_seq"] > range.start) & (index["first_seq"] <= range.end)
+    places = index["offset"][wanted]
+    if len(places) == 0:
         return
+    # Of a batch in runs of one relation, a run outside the range can lie between two inside it.
+    near = (index["offset"] >= places.min()) & (index["offset"] <= places.max())
+    chosen, wanted = index[near], wanted[near]
     _, first, inverse = np.unique(chosen["offset"], return_index=True, return_inverse=True)
     messages = chosen[first]
     rows = np.bincount(inverse, weights=chosen["rows"])
@@ -56,7 +60,7 @@ def open_slices(index: Records, range: SeqRange, **names: Any) -> Iterator[Slice
         size_end = np.searchsorted(ends, messages["offset"][start] + WINDOW_BYTES, side="right")
         rows_end = start + np.searchsorted(np.cumsum(rows[start:]), MAX_BATCH_ROWS, side="right")
         stop = max(start + 1, int(min(size_end, rows_end)))
-        window = chosen[(inverse >= start) & (inverse < stop)]
+        window = chosen[(inverse >= start) & (inverse < stop) & wanted]
         yield from _window_slices(window, messages[start:stop], names)
         start = stop
 
@@ -109,7 +113,7 @@ def read_slice(
         chosen &= (seq > range.start) & (seq <= range.end)
     if after_position is not None:
         chosen &= column(batch, "resume_position") > after_position
-    return batch if chosen.all() else batch.take(pa.array(np.flatnonzero(chosen)))
+    return batch if chosen.all() else batch.take(integers(np.flatnonzero(chosen)))
 
 
 _last: tuple[object, pa.RecordBatch] | None = None

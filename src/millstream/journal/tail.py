@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,8 @@ import pyarrow as pa
 
 from millstream.failpoint import failpoint
 from millstream.journal.commit import SCHEMA_MESSAGE, CommitMessages
-from millstream.journal.files import disk_errors, remove_file, sync_directory
+from millstream.journal.files import disk_errors, sync_directory
+from millstream.journal.grouping import by_relation
 from millstream.journal.index import Cut, column
 from millstream.journal.manifest import Entry, entry_of
 from millstream.journal.segment import (
@@ -20,7 +22,7 @@ from millstream.journal.segment import (
     SegmentFiles,
     addition,
     commit_record,
-    segment_name,
+    remove_segment,
     with_cut,
 )
 
@@ -29,7 +31,10 @@ class Tail:
     """Writes messages and records, and can always go back to the last accepted commit.
 
     `mark` and `end` are those of the last accepted commit. The group that is being written may
-    have closed segments behind it already; they count only with the group's commit record.
+    have closed segments behind it already; they count only with the group's commit record. The
+    first of them may hold committed rows that readers see, and stays in open form. All others are
+    the group's alone: they are written in runs of one relation and named as sealed when they are
+    full, so that a group of any size has two segments in open form, its first and its last.
     """
 
     def __init__(
@@ -74,10 +79,12 @@ class Tail:
 
     def write(self, batch: pa.RecordBatch, open_end: bool) -> None:
         """Add a record batch to the group. `flush` or `commit` write it."""
-        message = batch.serialize()
         self._begin_segment()
-        add = addition(self._at, batch, message, open_end)
-        self._push(message)
+        runs = by_relation(batch) if self._closed else (batch,)
+        messages = [(rows, rows.serialize()) for rows in runs]
+        add = addition(self._at, batch, messages, open_end)
+        for _, message in messages:
+            self._push(message)
         self._index.append(add.index.tobytes())
         self._cuts.append(add.cuts.tobytes())
         self._at = add.mark
@@ -136,6 +143,10 @@ class Tail:
     def roll_inside(self) -> None:
         """Close the segment in the middle of a group; the group goes on in the next one."""
         self._record(self._last, committed=False)
+        if self._closed and self._files is not None:
+            self._files.sync()
+            self._files.name_sealed()
+            self._new_names = True
         self._sync()
         self._closed.append((self._at, self._last))
         self._close_files()
@@ -157,7 +168,8 @@ class Tail:
         failpoint("journal.commit_record_written")
         self._sync()
         failpoint("journal.synced")
-        return [entry_of(mark, at, self._epoch) for mark, at in self._closed]
+        closed, now = [entry_of(mark, at, self._epoch) for mark, at in self._closed], time.time()
+        return [*closed[:1], *(replace(part, sealed_at=now) for part in closed[1:])]
 
     def accept(self) -> None:
         """The commit is final."""
@@ -188,8 +200,7 @@ class Tail:
 
     def _remove(self, number: int) -> None:
         with disk_errors(self._segments, "cut the segments back"):
-            for ending in (".arrows", ".idx", ".cuts"):
-                remove_file(self._segments / (segment_name(number) + ending))
+            remove_segment(self._segments, number)
 
     def _close_files(self) -> None:
         if self._files is not None:

@@ -13,7 +13,7 @@ import pyarrow as pa
 from millstream.errors import JournalError
 from millstream.journal.files import HEAD, HEADER, SEGMENTS
 from millstream.journal.format import Head, Header
-from millstream.journal.index import CUTS, INDEX, Records, column, index_of
+from millstream.journal.index import CUTS, INDEX, Records, in_seq_order, index_of
 from millstream.journal.manifest import FILE as MANIFEST
 from millstream.journal.manifest import Entry, Manifest
 from millstream.journal.recovery import walk_segment
@@ -217,8 +217,4 @@ def _content(data: pa.Buffer, name: str) -> tuple[pa.RecordBatch, Records]:
             batches.append(batch)
     if not batches:
         return EMPTY, index[0]
-    rows = pa.concat_batches(batches)
-    order = np.argsort(column(rows, "seq"), kind="stable")
-    if (np.diff(order) != 1).any():
-        rows = rows.take(pa.array(order))
-    return rows, np.concatenate(index)
+    return in_seq_order(pa.concat_batches(batches)), np.concatenate(index)

@@ -209,7 +209,7 @@ class JournalWriter:
             closed = self._tail.commit(self._pending.end)
             if closed:
                 self._save_manifest(self._manifest.adding(*closed))
-                self._sealer.submit(*closed)
+                self._sealer.submit(*(entry for entry in closed if not entry.sealed))
         except JournalError:
             self._go_back()
             raise
@@ -229,18 +229,16 @@ class JournalWriter:
     def _roll(self) -> None:
         """Close the full segment; the next write opens a new one.
 
-        One segment is written and one is sealed at a time: if sealing has not kept up, the roll
-        waits. A transaction over many segments leaves more to seal at once; then each roll waits
-        for two, so that the backlog shrinks and no single wait is long.
+        Never more than two segments are in open form: the one that is closed here and the next. If
+        sealing has not kept up with writing, the roll waits for it.
         """
+        while self._sealer.backlog:
+            self._sealer.start()
+            self._collect(wait=True)
         if not self._tail.at_commit:
             self._tail.roll_inside()
             failpoint("journal.rolled_inside")
             return
-        allowed = max(0, self._sealer.backlog - 2)
-        while self._sealer.backlog > allowed:
-            self._sealer.start()
-            self._collect(wait=True)
         entry = self._tail.close_segment()
         self._save_manifest(self._manifest.adding(entry))
         self._tail.next_segment()

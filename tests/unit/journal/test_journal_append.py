@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import stat
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -236,3 +238,23 @@ def test_reopening_counts_epochs_and_goes_on_in_the_same_segment(tmp_path: Path)
             writer.commit()
     assert len(segment_files(tmp_path / "j")) == 1
     assert read_all(tmp_path / "j").equals(numbered(written))
+
+
+def test_the_journal_does_not_import_pandas(tmp_path: Path) -> None:
+    """It takes a second or two, in every process that plans or captures."""
+    path = tmp_path / "j"
+    with create(path) as writer:
+        writer.append(block(*Maker().transactions([3, 200, 1])))
+    body = f"""
+import sys
+import millstream.journal as journal
+from millstream.model import SeqRange
+reader = journal.JournalReader([{str(path)!r}])
+planned = reader.plan_end(0, max_events=2, max_bytes=1 << 20)
+rows = [journal.open_slice(piece, reader.locations) for piece in reader.slices(SeqRange(0, 204))]
+assert sum(len(batch) for batch in rows) == 204
+assert reader.cut_at(3) is not None
+print("pandas" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", body], capture_output=True, check=True, text=True)
+    assert done.stdout == "False\n"

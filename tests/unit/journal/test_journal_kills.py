@@ -27,7 +27,7 @@ OPTIONS = {"segment_bytes": 6000, "flush_bytes": 900}
 
 
 def load(round: int, maker: Maker) -> list[Transaction]:
-    return [maker.transaction(120)] if round % 9 == 4 else maker.transactions([1, 7, 3])
+    return [maker.transaction(400)] if round % 9 == 4 else maker.transactions([1, 7, 3])
 
 
 def go_on(path: Path) -> None:
@@ -76,6 +76,7 @@ def test_the_failpoints_are_those_of_the_durable_steps() -> None:
         "journal.flushed",
         "journal.rolled",
         "journal.rolled_inside",
+        "journal.part_named",
         "journal.commit_record_written",
         "journal.synced",
         "journal.head_published",

@@ -29,8 +29,7 @@ from journal_tools import (
 )
 
 from millstream.errors import JournalCorrupt, JournalError, JournalMismatch, OutOfRange
-from millstream.journal import JournalReader, JournalWriter, describe, open_slice, rows, verify
-from millstream.journal import sealing as sealing_module
+from millstream.journal import JournalReader, JournalWriter, describe, grouping, open_slice, rows, verify
 from millstream.journal import slices as slices_module
 from millstream.model import SeqRange
 
@@ -324,7 +323,7 @@ def test_the_head_is_cheap_to_poll(tmp_path: Path) -> None:
 
 
 def test_rows_come_in_order_and_by_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sealing_module, "RUN_ROWS", 16)
+    monkeypatch.setattr(grouping, "RUN_ROWS", 16)
     written = filled(tmp_path / "j", [40] * 10, segment_bytes=5000)
     reader = JournalReader([str(tmp_path / "j")])
     got = pa.Table.from_batches(rows(reader, SeqRange(30, 390))).combine_chunks()
