@@ -19,7 +19,10 @@
     │   ├── TargetUnavailable  transient: try the batch again later
     │   └── TargetRefused      permanent: this target stops, the others go on
     ├── StateError             the state store cannot be read or written
-    └── HomeLocked             another process runs on this home
+    ├── HomeLocked             another process runs on this home
+    └── BenchError
+        ├── BenchRefused       no figure can be taken now: another bench runs, or the machine is busy
+        └── BenchFailed        something that a bench measures did not do its work
 
 An error says what is wrong, where, and what to do. `hint` is the last of the three, kept apart
 so that a terminal can show it on its own line and JSON output can carry it as a field.
@@ -131,3 +134,15 @@ class StateError(MillstreamError):
 
 class HomeLocked(MillstreamError):
     """Another process runs streams on this home directory."""
+
+
+class BenchError(MillstreamError):
+    """No figure came of a measurement."""
+
+
+class BenchRefused(BenchError):
+    """A figure taken now would not mean anything."""
+
+
+class BenchFailed(BenchError):
+    """What was to be measured did not work, or its rig did not."""

@@ -1,11 +1,60 @@
-"""Measurements that check what they measure: each compares its result with a plain way of doing the same."""
+"""Measurements that check what they measure: each compares its result with another way of doing the same.
+
+A result is an object: `name`, `value` in `unit`, `baseline` and its `baseline_value`, `ratio` (above 1: ours is
+better), `must` and whether it was `reached`, `rows`, `equal` (whether the content was right, each time), `runs`
+with the raw times, and what else the bench has to say.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
-from millstream.bench import decode
+from millstream.bench.frame import Settings
+from millstream.errors import DependencyError
+from millstream.model import Json
 
-BENCHES: Mapping[str, Callable[[], dict[str, Any]]] = {"decode": decode.run}
-"""By name. A result says what was measured, in which unit, against what, and whether the content was equal."""
+DECODE_MUST = 8.0
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One measurement. `options` are those of `Settings` that mean something to it."""
+
+    run: Callable[[Settings], Json]
+    what: str
+    options: frozenset[str] = frozenset()
+
+
+def _decode(settings: Settings) -> Json:
+    from millstream.bench import decode
+
+    found = decode.run(rows=settings.rows or decode.ROWS)
+    return {"must": DECODE_MUST, "reached": found["ratio"] >= DECODE_MUST, **found}
+
+
+def _of(module: str) -> Callable[[Settings], Json]:
+    """The bench of a module, imported when it runs: it brings a driver, and perhaps Spark."""
+
+    def run(settings: Settings) -> Json:
+        try:
+            found: Json = import_module(f"millstream.bench.{module}").run(settings)
+        except ImportError as missing:
+            if missing.name is None or not missing.name.startswith("psycopg"):
+                raise
+            hint = "pip install 'millstream[postgres,embedded]'"
+            raise DependencyError("the bench needs psycopg, which is not installed", hint=hint) from missing
+        return found
+
+    return run
+
+
+BENCHES: Mapping[str, Bench] = {
+    "decode": Bench(_decode, "row messages to typed columns, on one core", frozenset({"rows"})),
+    "capture": Bench(_of("capture"), "slot to journal, streaming", frozenset({"rows", "repeat"})),
+}
+
+ALL: tuple[tuple[str, dict[str, Any]], ...] = (("decode", {}), ("capture", {}))
+"""What `millstream bench` runs, in this order, each with options of its own."""

@@ -1,30 +1,63 @@
-"""`millstream bench`: measure parts of Millstream on this machine."""
+"""`millstream bench`: measure Millstream on this machine, against another way of doing the same."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from millstream.cli.output import Json, console, print_json
 
+if TYPE_CHECKING:
+    from millstream.model import Json as Result
+
 
 def bench(
-    name: Annotated[str | None, typer.Argument(help="Which one; without a name they are listed.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Which one; without a name, all of them.")] = None,
+    rows: Annotated[int | None, typer.Option(min=1, max=10_000_000, help="How many changes.")] = None,
+    repeat: Annotated[int | None, typer.Option(min=1, help="How often each way is run; medians count.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Measure on a busy machine; the result says so.")] = False,
     json: Json = False,
 ) -> None:
-    """Run a benchmark."""
+    """Measure, and check what was measured. Ends with 1 if the content was not equal."""
+    from millstream.bench import ALL, BENCHES
+    from millstream.bench.frame import Settings, machine
+    from millstream.cli.bench_display import display
+
+    if name is not None and name not in BENCHES:
+        raise typer.BadParameter(f"no bench is called {name}; there are {', '.join(BENCHES)}", param_hint="NAME")
+    given = {"rows": rows, "repeat": repeat}
+    chosen = {option: value for option, value in given.items() if value}
+    _refuse_strangers(name, chosen)
+    results: list[Result] = []
+    with machine(name or "all", force=force) as load, display(live=not json) as steps:
+        for one, own in ALL if name is None else [(name, {})]:
+            known = {option: value for option, value in {**chosen, **own}.items() if option in BENCHES[one].options}
+            found = BENCHES[one].run(Settings(steps, **known))
+            results.append({**found, "load": round(load, 2), "forced": force})
+    _print(results, alone=name is not None, json=json)
+    raise typer.Exit(0 if all(result["equal"] for result in results) else 1)
+
+
+def _refuse_strangers(name: str | None, chosen: Mapping[str, object]) -> None:
+    """An option that a bench does not know would be ignored; so it is refused."""
     from millstream.bench import BENCHES
 
-    if name is None:
-        print_json(sorted(BENCHES)) if json else typer.echo("\n".join(sorted(BENCHES)))
-        return
-    if name not in BENCHES:
-        raise typer.BadParameter(f"no benchmark is called {name}; there are {', '.join(sorted(BENCHES))}")
-    result = BENCHES[name]()
+    for option in chosen:
+        knowing = [one for one, bench in BENCHES.items() if option in bench.options]
+        if name is not None and name not in knowing:
+            flag = f"--{option.replace('_', '-')}"
+            raise typer.BadParameter(f"{flag} means nothing to {name}, only to {', '.join(knowing)}")
+
+
+def _print(results: list[Result], *, alone: bool, json: bool) -> None:
+    from millstream.cli.bench_display import notes, table
+
     if json:
-        print_json(result)
+        print_json(results[0] if alone else results)
         return
     out = console()
-    for key, value in result.items():
-        out.print(f"{key}: {value}")
+    out.print(table(results))
+    for note in notes(results):
+        out.print(note)

@@ -1,0 +1,320 @@
+"""A real server with the mix in its slots, as often as it is asked for.
+
+Each part of the mix has a server of its own, whose log ends with the part's last change, and in it:
+
+    origin     a slot from before the first change; never read
+    base       a slot from after the first round of changes; never read. What follows is the *backlog*
+    journal    a journal that has the first round already, made by the real capture process
+
+So every run begins in the same place: a copy of `base` for others, a copy of `origin` under the name that the
+journal knows, and a copy of that journal, for us. A stream that stands at the journal's end is one that ran, lost
+its server for a while and finds the backlog when it comes back.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import psycopg
+
+from millstream.bench.mix import CYCLE, ROUND, SCHEMA_NAME, Part, schema
+from millstream.bench.processes import cpu_seconds
+from millstream.embedded import EmbeddedPostgres, server_directory
+from millstream.engine.capture_order import CaptureOrder
+from millstream.engine.supervisor import Supervisor
+from millstream.errors import BenchFailed
+from millstream.journal import JournalReader
+from millstream.model import SourceSpec
+from millstream.observe import Observers
+from millstream.sources.postgres.slot import lock_source
+from millstream.sources.postgres.source import PostgresSource
+
+SOURCE = "bench"
+SLOT = "millstream_bench"
+PUBLICATION = "millstream_bench"
+WARM = ROUND
+"""Changes before the backlog: one cycle of each table, in one transaction."""
+LONGEST = 1800.0
+"""Seconds after which a run counts as stuck."""
+SETTINGS = {
+    # Everything else is the server's default, fsync and synchronous_commit among it. These two keep
+    # the server from doing something of its own in the middle of one run and not of the other.
+    "autovacuum": "off",
+    "checkpoint_timeout": "1h",
+    "max_wal_size": "32GB",
+    "wal_sender_timeout": "10min",
+}
+
+Connection = psycopg.Connection[tuple[Any, ...]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the server itself says is in the backlog, by its SQL functions: counts and digests."""
+
+    changes: int
+    operations: dict[str, int]
+    """By letter: I, U, D."""
+    rows: str
+    """SHA-256 of all row messages, one after another."""
+    transactions: str
+    """SHA-256 of position, time and id of all transactions, as their Begin messages have them."""
+    lines: str
+    """SHA-256 of all messages, each with a line feed behind it: what `pg_recvlogical` writes."""
+
+
+@dataclass(frozen=True)
+class Backlog:
+    """One part of the mix on a server of its own."""
+
+    server: EmbeddedPostgres
+    part: Part
+    directory: Path
+    end: str
+    """The end of the log after the last change."""
+    reference: Reference
+
+    @property
+    def uri(self) -> str:
+        return self.server.uri()
+
+    @property
+    def goal(self) -> int:
+        """The seq of the last change in our journal."""
+        return WARM + self.part.changes
+
+    def connect(self) -> Connection:
+        return psycopg.connect(self.uri, autocommit=True)
+
+    def source(self, **options: Any) -> SourceSpec:
+        return _source(self.uri, **options)
+
+    @contextmanager
+    def slot(self, name: str, of: str = "base") -> Iterator[str]:
+        """A copy of one of the slots, for as long as it is needed."""
+        with self.connect() as connection, _copied(connection, of, name):
+            yield name
+
+    @contextmanager
+    def cut_off(self, journal: Path) -> Iterator[Line]:
+        """Our slot and journal, with the line to the server cut until `Line.restore`."""
+        shutil.copytree(self.directory / "journal", journal)
+        with self.slot(SLOT, of="origin"), Line(self.uri) as line:
+            yield line
+
+
+class Line:
+    """Keeps capture from its source as a second capture would, and knows when it came back.
+
+    Time begins when the server took the connection with which capture came back: everything that it does before
+    it asks for the first change (checks, catalog, publications) counts.
+    """
+
+    def __init__(self, uri: str) -> None:
+        self._uri = uri
+        self._holder: Connection | None = None
+        self._holder_pid = 0
+
+    def __enter__(self) -> Self:
+        self._holder = psycopg.connect(self._uri, autocommit=True)
+        self._holder_pid = self._holder.info.backend_pid
+        lock_source(self._holder, SLOT)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._let_go()
+
+    def restore(self) -> float:
+        """Let capture through. Returns, in Unix time, when the connection began with which it came back."""
+        self._let_go()
+        with psycopg.connect(self._uri, autocommit=True) as connection:
+            return await_value(lambda: self._other(connection), "capture is back", seconds=60)
+
+    def _let_go(self) -> None:
+        holder, self._holder = self._holder, None
+        if holder is not None:
+            holder.close()
+
+    def _other(self, connection: Connection) -> float | None:
+        """When the connection began that holds the lock now. Our own may be on its way out still."""
+        row = connection.execute(
+            "SELECT extract(epoch FROM a.backend_start)::float8 FROM pg_locks l JOIN pg_stat_activity a USING (pid) "
+            "WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1 AND a.datname = current_database() "
+            "AND a.pid <> %s",
+            (self._holder_pid,),
+        ).fetchone()
+        return None if row is None else float(row[0])
+
+
+@dataclass
+class Rig:
+    """The backlogs, and room for runs."""
+
+    directory: Path
+    backlogs: dict[str, Backlog]
+
+    def of(self, part: Part) -> Backlog:
+        return self.backlogs[part.name]
+
+    def scratch(self, name: str) -> Path:
+        """A directory for one run, on the disk that the servers are on. Emptied if it was there."""
+        path = self.directory / name
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir()
+        return path
+
+
+@contextmanager
+def rig(
+    parts: tuple[Part, ...], tell: Callable[[str], None] = lambda _: None, *, open_transaction: bool = False
+) -> Iterator[Rig]:
+    """Start a server per part, write the part into its slots; stop them and remove everything at the end.
+
+    With `open_transaction`, a transaction that has written is open on each server from before the backlog until
+    the end: the server must then keep, and read again, what lies behind it.
+    """
+    with ExitStack() as stack:
+        directory = server_directory("millstream-bench-")
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        made = Rig(directory, {})
+        for number, part in enumerate(parts):
+            tell(f"writing {part.changes:,} changes in {part.name}")
+            home = directory / f"part{number}"
+            server = stack.enter_context(EmbeddedPostgres(home / "data", settings=SETTINGS))
+            holding = stack if open_transaction else None
+            made.backlogs[part.name] = _backlog(server, part, home, holding)
+        yield made
+
+
+def await_value(look: Callable[[], T | None], what: str, *, seconds: float = LONGEST, every: float = 0.005) -> T:
+    """Look until there is something: for what no one signals. Raises BenchFailed when the time is over."""
+    deadline = time.monotonic() + seconds
+    while (found := look()) is None:
+        if time.monotonic() > deadline:
+            raise BenchFailed(f"{what}: not within {seconds:g} s")
+        time.sleep(every)
+    return found
+
+
+def await_true(met: Callable[[], bool], what: str, *, seconds: float = LONGEST) -> None:
+    """Look until it holds."""
+    await_value(lambda: met() or None, what, seconds=seconds)
+
+
+def server_cpu(connection: Connection) -> float:
+    """Processor seconds of the server processes that serve capture in this database."""
+    found = connection.execute(
+        "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE 'millstream%'"
+    )
+    return sum(cpu_seconds(pid) for (pid,) in found.fetchall())
+
+
+def _backlog(server: EmbeddedPostgres, part: Part, directory: Path, holding: ExitStack | None) -> Backlog:
+    uri = server.uri()
+    with psycopg.connect(uri, autocommit=True) as connection:
+        connection.execute(schema().encode())
+        _prepare(uri, "origin")
+        _load(connection, WARM, 1, WARM // CYCLE)
+        with _copied(connection, "origin", SLOT):
+            position = _first_journal(uri, directory / "journal")
+        connection.execute("SELECT pg_copy_logical_replication_slot('origin', 'base')")
+        connection.execute("SELECT pg_replication_slot_advance('base', '0/0'::pg_lsn + %s::numeric)", (position,))
+        if holding is not None:
+            _hold_open(uri, holding)
+        end = _load(connection, part.transaction, WARM // CYCLE + 1, WARM // CYCLE + part.cycles)
+        reference = _reference(connection, "base")
+    if reference.changes != part.changes:
+        raise BenchFailed(f"the load wrote {reference.changes} changes where {part.changes} were asked for")
+    return Backlog(server, part, directory, end, reference)
+
+
+def _source(uri: str, **options: Any) -> SourceSpec:
+    chosen = {"slot": SLOT, "publication": PUBLICATION, **options}
+    return SourceSpec(SOURCE, "postgres", uri, None, (f"{SCHEMA_NAME}.*",), options=chosen)
+
+
+def _prepare(uri: str, slot: str) -> None:
+    """Publications, then the slot, as a first start makes them."""
+    source = PostgresSource(_source(uri, slot=slot))
+    try:
+        source.prepare()
+    finally:
+        source.close()
+
+
+def _first_journal(uri: str, journal: Path) -> int:
+    """Capture the first round; returns the position after it."""
+    supervisor = Supervisor(CaptureOrder(_source(uri), journal), Observers())
+    supervisor.start()
+    try:
+        await_true(lambda: _seq(journal, supervisor) >= WARM, "the first changes", seconds=60)
+    finally:
+        supervisor.stop()
+    head = JournalReader([str(journal)]).head()
+    if head is None or head.seq != WARM:
+        raise BenchFailed(f"the first journal ends at seq {head.seq if head else None}, not at {WARM}")
+    return head.resume_position
+
+
+def _seq(journal: Path, supervisor: Supervisor) -> int:
+    if supervisor.state == "halted":
+        raise supervisor.error or BenchFailed("capture halted")
+    if not (journal / "head").exists():
+        return 0
+    head = JournalReader([str(journal)]).head()
+    return head.seq if head else 0
+
+
+def _load(connection: Connection, transaction: int, first: int, last: int) -> str:
+    """Write these cycles and let the server's disk have them; returns the end of the log after them."""
+    # What the log holds is the same; only the load need not wait for the disk at each commit.
+    connection.execute("SET synchronous_commit = off")
+    connection.execute(f"CALL {SCHEMA_NAME}.load(%s, %s, %s)".encode(), (transaction, first, last))
+    row = connection.execute("SELECT pg_current_wal_insert_lsn()::text").fetchone()
+    connection.execute("CHECKPOINT")
+    assert row is not None  # noqa: S101 - the log has an end
+    return str(row[0])
+
+
+def _hold_open(uri: str, stack: ExitStack) -> None:
+    connection = stack.enter_context(psycopg.connect(uri))
+    connection.execute("CREATE TEMP TABLE held AS SELECT 1")
+
+
+@contextmanager
+def _copied(connection: Connection, origin: str, copy: str) -> Iterator[None]:
+    connection.execute("SELECT pg_copy_logical_replication_slot(%s, %s)", (origin, copy))
+    try:
+        yield
+    finally:
+        # Whoever read from it may be on its way out still.
+        await_true(lambda: not _active(connection, copy), f"slot {copy} is free", seconds=60)
+        connection.execute("SELECT pg_drop_replication_slot(%s)", (copy,))
+
+
+def _active(connection: Connection, slot: str) -> bool:
+    found = connection.execute("SELECT 1 FROM pg_replication_slots WHERE slot_name = %s AND active", (slot,))
+    return found.fetchone() is not None
+
+
+def _reference(connection: Connection, slot: str) -> Reference:
+    row = connection.execute(
+        "SELECT count(*) FILTER (WHERE tag = 73), count(*) FILTER (WHERE tag = 85), count(*) FILTER (WHERE tag = 68), "
+        "encode(sha256(coalesce(string_agg(data, '') FILTER (WHERE tag IN (73, 85, 68)), '')), 'hex'), "
+        "encode(sha256(coalesce(string_agg(substring(data FROM 2 FOR 20), '') FILTER (WHERE tag = 66), '')), 'hex'), "
+        "encode(sha256(coalesce(string_agg(data || '\\x0a', ''), '')), 'hex') "
+        "FROM (SELECT data, get_byte(data, 0) AS tag FROM pg_logical_slot_peek_binary_changes(%s, NULL, NULL, "
+        "'proto_version', '1', 'publication_names', %s)) changes",
+        (slot, PUBLICATION),
+    ).fetchone()
+    assert row is not None  # noqa: S101 - an aggregate has a row
+    inserts, updates, deletes, rows, transactions, lines = row
+    operations = {"I": inserts, "U": updates, "D": deletes}
+    return Reference(inserts + updates + deletes, operations, rows, transactions, lines)
