@@ -10,7 +10,7 @@ export PYTHONPATH := $(CURDIR)/src
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench lint format chaos docs clean
+.PHONY: help setup demo test bench lint format chaos docs types clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -42,6 +42,9 @@ chaos: setup ## Kill at each failpoint alone, then 30 times at random
 
 docs: setup ## Make the pages that are made from the code
 	@$(PYTHON_IN_VENV) -m millstream.sources.postgres.typedoc > docs/types/postgres.md
+
+types: setup ## Try every type on every server, and write the matrix of what is proven
+	@MILLSTREAM_TYPE_MATRIX=docs/types/matrix.md MILLSTREAM_TYPE_ROWS=300 $(PYTHON_IN_VENV) -m pytest tests/integration/test_types_*.py
 
 clean: ## Remove what set-up, tests and runs have left in this directory
 	rm -rf .venv .venv.lock .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist src/*.egg-info

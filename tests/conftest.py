@@ -4,7 +4,7 @@ import os
 
 from millstream.demo.engine import SHORT_LIVED_JVM
 
-pytest_plugins = ["tests.fixtures.postgres", "tests.fixtures.spark"]
+pytest_plugins = ["tests.fixtures.postgres", "tests.fixtures.spark", "tests.fixtures.type_matrix"]
 
 for name, value in SHORT_LIVED_JVM.items():
     os.environ.setdefault(name, value)

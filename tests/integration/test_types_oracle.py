@@ -1,0 +1,87 @@
+"""Every type, on every server: what was captured and decoded is what a SELECT says."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from millstream.sources.postgres.catalog import relations
+from millstream.sources.postgres.types import EXTENSIONS as KNOWN_EXTENSIONS
+from millstream.sources.postgres.types import TYPES, column_types
+from tests.fixtures.postgres import Database
+from tests.fixtures.type_matrix import TypeMatrix
+from tests.fixtures.type_oracle import Trial, available, bare, changes, decoded, session
+from tests.fixtures.typed_values import EXTENSIONS, KINDS, Kind
+
+pytestmark = pytest.mark.postgres
+
+ROWS = int(os.environ.get("MILLSTREAM_TYPE_ROWS", "40"))
+
+NO_INPUT = ("pg_node_tree", "pg_ndistinct", "pg_dependencies", "pg_mcv_list")
+"""Types whose values only the server can make: they have a test of their own."""
+
+NO_VALUES = ("gtsvector", "pg_brin_bloom_summary", "pg_brin_minmax_multi_summary")
+"""Types that live in indexes alone: no column of a table can hold a value of them."""
+
+
+def all_kinds(database: Database) -> list[Kind]:
+    kinds = available(database, KINDS)
+    return [*kinds, *(kind.array() for kind in kinds if kind.list_of is None)]
+
+
+def test_every_value_of_every_type_is_what_a_select_says(any_database: Database, type_matrix: TypeMatrix) -> None:
+    trial = Trial(any_database, all_kinds(any_database), ROWS)
+    results = trial.decoded(trial.relations)
+    wrong = {kind.name: trial.wrong(kind, results) for kind in trial.kinds}
+    for kind in trial.kinds:
+        if wrong[kind.name] is None:
+            type_matrix.passed(kind.name, "text", any_database.server.version)
+    assert {name: what for name, what in wrong.items() if what is not None} == {}
+    without_the_catalog(trial)
+
+
+def without_the_catalog(trial: Trial) -> None:
+    """What the log alone describes decodes too: to the same, or to the exact text."""
+    plain = {name: bare(relation) for name, relation in trial.relations.items()}
+    results = trial.decoded(plain)
+    types = zip(column_types(trial.relations["keyed"]), column_types(plain["keyed"]), strict=True)
+    for kind, (known, unknown) in zip(trial.kinds, list(types)[1:], strict=True):
+        if known == unknown:
+            assert trial.wrong(kind, results) is None
+        else:
+            assert unknown.spark == "string"
+            texts = results["keyed"].result.after[kind.name].to_pylist()
+            assert texts[: trial.rows] == [each.text for each in trial.said[kind.name]]
+
+
+def test_each_type_of_the_table_is_tried() -> None:
+    tried = {kind.name for kind in KINDS}
+    assert {entry.name for entry in TYPES} - tried == {*NO_INPUT, *NO_VALUES}
+    assert {entry.name for entry in KNOWN_EXTENSIONS} == {kind.name for kind in EXTENSIONS}
+
+
+def test_types_that_only_the_server_writes_arrive_as_text(any_database: Database, type_matrix: TypeMatrix) -> None:
+    slot = f"trial_{any_database.name}"
+    any_database.sql("""
+        CREATE TABLE facts (a int, b int);
+        INSERT INTO facts SELECT i % 10, i % 20 FROM generate_series(1, 1000) i;
+        CREATE STATISTICS both_of ON a, b FROM facts;
+        ANALYZE facts;
+        CREATE TABLE made (key bigint PRIMARY KEY, pg_node_tree pg_node_tree, pg_ndistinct pg_ndistinct,
+            pg_dependencies pg_dependencies, pg_mcv_list pg_mcv_list);
+        CREATE PUBLICATION trial FOR TABLE made""")
+    any_database.sql(f"SELECT pg_create_logical_replication_slot('{slot}', 'pgoutput')")
+    any_database.sql("""
+        INSERT INTO made SELECT 1, (SELECT ev_action FROM pg_rewrite ORDER BY length(ev_action::text) LIMIT 1),
+            stxdndistinct, stxddependencies, stxdmcv FROM pg_statistic_ext_data""")
+    with session(any_database) as connection:
+        messages = [raw for raw in changes(connection, slot) if raw[:1] == b"I"]
+        texts = ", ".join(f"{name}::text" for name in NO_INPUT)
+        (said,) = connection.execute(f"SELECT {texts} FROM public.made".encode())
+        (made,) = relations(connection, ["public.made"])
+    result = decoded(made, messages)
+    assert [result.after[name].to_pylist() for name in NO_INPUT] == [[text] for text in said]
+    assert all(said)
+    for name in NO_INPUT:
+        type_matrix.passed(name, "text", any_database.server.version)
