@@ -151,8 +151,10 @@ class Relation:
 
     def to_json(self) -> Json:
         value = asdict(self)
+        # Descriptions in older journals lack these: left out where they say nothing, fingerprints stay the same.
+        if self.encoding == "UTF8":
+            del value["encoding"]
         for column in value["columns"]:
-            # Descriptions of older journals lack it; left out when unknown, it keeps their fingerprints.
             if column["element_delimiter"] is None:
                 del column["element_delimiter"]
         return value
