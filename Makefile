@@ -10,7 +10,7 @@ export PYTHONPATH := $(CURDIR)/src
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench lint format chaos docs types clean
+.PHONY: help setup demo test next bench lint format chaos docs types clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -24,6 +24,14 @@ demo: setup ## Replicate a live shop, crash in the middle, prove that all is equ
 test: setup ## Run all tests, in two processes at once
 	@scripts/servers
 	@scripts/test $(PYTHON_IN_VENV)
+
+# The newest pyspark that is supported, in an environment of its own.
+NEXT_PYSPARK := 4.3.0
+NEXT_VENV ?= .venv-$(NEXT_PYSPARK)
+
+next: ## Run the short form of the tests on the newest PySpark that is supported
+	@VENV="$(NEXT_VENV)" PYSPARK=$(NEXT_PYSPARK) scripts/setup
+	@"$(NEXT_VENV)/bin/python" -m pytest -m "spark and not chaos" tests
 
 bench: setup ## Measure speed and latency on this machine
 	@$(PYTHON_IN_VENV) -m millstream bench
@@ -47,5 +55,5 @@ types: setup ## Try every type on every server, and write the matrix of what is 
 	@MILLSTREAM_TYPE_MATRIX=docs/types/matrix.md MILLSTREAM_TYPE_ROWS=300 $(PYTHON_IN_VENV) -m pytest tests/integration/test_types_*.py
 
 clean: ## Remove what set-up, tests and runs have left in this directory
-	rm -rf .venv .venv.lock .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist src/*.egg-info
+	rm -rf .venv .venv.lock .venv-* .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
