@@ -197,6 +197,14 @@ class BatchLimits:
 
 
 @dataclass(frozen=True)
+class Retention:
+    """How much of a journal is kept: changes younger than `age_ms`, and at most `bytes`. None: no limit."""
+
+    age_ms: int | None = None
+    bytes: int | None = None
+
+
+@dataclass(frozen=True)
 class SourceSpec:
     """A source as the stream file describes it. `options` are checked by the source's own schema."""
 
@@ -210,6 +218,8 @@ class SourceSpec:
     max_source_wal: int = 4 << 30
     on_limit: OnLimit = OnLimit.RELEASE
     options: Mapping[str, Any] = field(default_factory=dict)
+    retention: Retention | None = None
+    """None: the journal keeps everything."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,10 @@ ELSEWHERE = {
     "journal.superseded_dropped": "tests/unit/journal/test_journal_kills.py",
     # A journal is created once: who is killed here never comes to capture.journal_created.
     "journal.created": "tests/unit/journal/test_journal_kills.py",
+    # The chaos stream has no limits: it is proved by all of its journal.
+    "retention.decided": "tests/unit/journal/test_journal_kills.py",
+    "retention.manifest_published": "tests/unit/journal/test_journal_kills.py",
+    "retention.segment_removed": "tests/unit/journal/test_journal_kills.py",
 }
 """Failpoints that a plain stream never passes, and the test that kills there instead."""
 

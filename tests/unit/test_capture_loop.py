@@ -13,13 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from millstream.engine import capture_loop
+from millstream.engine import capture_loop, retainer
 from millstream.engine.backoff import Backoff
 from millstream.engine.capture_loop import CaptureLoop
 from millstream.engine.capture_order import CaptureOrder, Control, Rebase
 from millstream.errors import JournalFull, JournalLocked, PreflightError, SourceHalted, SourceUnavailable
 from millstream.journal import JournalReader, JournalWriter, rows
-from millstream.model import AckPolicy, Column, Json, OnLimit, Relation, SeqRange, SourceSpec
+from millstream.model import AckPolicy, Column, Json, OnLimit, Relation, Retention, SeqRange, SourceSpec
 from millstream.observe import Event
 from millstream.sources.base import CAPTURED, Block, Finding, Registrar, Severity, SourceIdentity
 
@@ -128,7 +128,7 @@ class Rig:
     heard: Heard = field(default_factory=Heard)
 
     def run(self, *sessions: list[Step], order: dict[str, Any] | None = None, **fields: Any) -> ListSource:
-        spec = {key: fields.pop(key) for key in ("ack", "max_source_wal", "on_limit") if key in fields}
+        spec = {key: fields.pop(key) for key in ("ack", "max_source_wal", "on_limit", "retention") if key in fields}
         source = ListSource(self.control, list(sessions), **fields)
         made = CaptureOrder(SourceSpec("s", "list", "", None, ("t",), **spec), self.path, **(order or {}))
         try:
@@ -340,6 +340,39 @@ def test_a_full_disk_does_not_hold_up_a_stop(rig: Rig, monkeypatch: pytest.Monke
     monkeypatch.setattr(capture_loop, "LOOK_SECONDS", 60.0)
     rig.run([changes(200), Block()])
     assert rig.rows() == [(1, 200, 0)]
+
+
+def many(first: int, count: int) -> list[Step]:
+    """Transactions with a pause after each, in which the loop does what it does between two."""
+    return [step for n in range(count) for step in (changes(first + 100 * n, 40), Block())]
+
+
+def test_what_nobody_needs_goes_while_capture_runs(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retainer, "LOOK_SECONDS", 0.0)
+    order = {"segment_bytes": 4000}
+    rule = Retention(bytes=10_000)
+    rig.run(many(1000, 20), order=order, retention=rule)
+    assert rig.rows()[0][0] == 1, "until the engine has said who needs what, nothing goes"
+    rig.control.lowest = 400
+    rig.run(many(5000, 20), order=order, retention=rule)
+    kept = rig.rows()
+    assert 1 < kept[0][0] <= 401
+    assert kept[0][2] == 0, "a transaction stays whole or goes"
+    assert [row[0] for row in kept] == list(range(kept[0][0], 1601))
+    assert "capture.journal_pruned" in rig.heard.kinds
+
+
+def test_a_full_disk_is_pruned_while_capture_waits(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retainer, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(capture_loop, "LOOK_SECONDS", 0.01)
+    order = {"segment_bytes": 4000}
+    rig.run(many(1000, 20), order=order)
+    free = iter([0, 0, 1 << 40])
+    monkeypatch.setattr(CaptureLoop, "_free", lambda _: next(free, 1 << 40))
+    rig.control.lowest = 400
+    rig.run([JournalFull("no room")], [changes(9000)], order=order, retention=Retention(bytes=10_000))
+    assert rig.heard.kinds.index("capture.disk_full") < rig.heard.kinds.index("capture.journal_pruned")
+    assert rig.rows()[0][0] > 1
 
 
 def test_waits_grow_and_are_never_the_same_for_all() -> None:

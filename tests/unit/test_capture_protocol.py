@@ -15,7 +15,7 @@ from millstream.engine.capture_order import CaptureOrder, Control, Rebase
 from millstream.engine.capture_process import KEPT_EVENTS, NoPandas, Voice, listen
 from millstream.engine.supervisor import _error, _event
 from millstream.errors import JournalFull, SourceHalted
-from millstream.model import AckPolicy, OnLimit, SourceSpec
+from millstream.model import AckPolicy, OnLimit, Retention, SourceSpec
 from millstream.observe import Event, Level
 
 SPEC = SourceSpec(
@@ -28,6 +28,7 @@ SPEC = SourceSpec(
     5,
     OnLimit.HOLD,
     {"slot": "s"},
+    Retention(age_ms=7, bytes=9),
 )
 
 
@@ -41,9 +42,10 @@ def test_an_order_survives_the_way_as_json() -> None:
 
 def test_what_the_engine_says_counts_and_its_silence_stops() -> None:
     control = Control()
-    lines = ['{"ack": 5}', '{"ack": 3, "planned_before": 1.5}', '{"ack": null, "stop": false}']
+    lines = ['{"ack": 5}', '{"ack": 3, "planned_before": 1.5}', '{"lowest": 0}', '{"ack": null, "stop": false}']
     listen(lines, control)
     assert (control.ack, control.planned_before, control.stopping.is_set()) == (5, 1.5, True)
+    assert control.lowest == 0
 
 
 def test_nothing_is_heard_after_a_stop() -> None:

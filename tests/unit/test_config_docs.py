@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from millstream.config import load_streams
 from millstream.config.kinds import MAX_EVENTS, SOURCES, TARGETS, options_model
-from millstream.config.schema import BatchKeys, SourceKeys, StreamKeys, TargetKeys
+from millstream.config.schema import BatchKeys, RetentionKeys, SourceKeys, StreamKeys, TargetKeys
 from millstream.config.units import parse_duration_ms, parse_size
 
 PAGE = Path(__file__).parents[2] / "docs" / "stream-file.md"
@@ -19,6 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "stream-file.md"
 SECTIONS: dict[str, type[BaseModel]] = {
     "A stream": StreamKeys,
     "A source": SourceKeys,
+    "Retention": RetentionKeys,
     "Postgres": options_model(SOURCES["postgres"].options),
     "A target": TargetKeys,
     "A batch": BatchKeys,

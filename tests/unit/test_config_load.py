@@ -14,7 +14,7 @@ import pytest
 from millstream.config import Problem, StreamFileError, load_streams
 from millstream.config.definition import definition
 from millstream.errors import ConfigError
-from millstream.model import AckPolicy, BatchLimits, Mode, OnLimit, SourceSpec, StreamSpec, TargetSpec
+from millstream.model import AckPolicy, BatchLimits, Mode, OnLimit, Retention, SourceSpec, StreamSpec, TargetSpec
 
 MINIMAL = """\
 name: shop
@@ -96,6 +96,7 @@ def test_every_key_arrives(load: Load, tmp_path: Path) -> None:
           ack: journaled
           max_source_wal: 2GiB
           on_limit: stop
+          retention: {age: 7d, bytes: 50GiB}
           slot: my_slot
           heartbeat_interval: 30s
         mode: cdc
@@ -122,6 +123,7 @@ def test_every_key_arrives(load: Load, tmp_path: Path) -> None:
         max_source_wal=2 << 30,
         on_limit=OnLimit.STOP,
         options={"slot": "my_slot", "heartbeat_interval": 30_000},
+        retention=Retention(age_ms=7 * 86_400_000, bytes=50 << 30),
     )
     log, spare = stream.targets
     assert log == TargetSpec(
@@ -269,6 +271,17 @@ def test_what_is_not_built_yet_is_refused_by_name(
             '[public.orders, "public.item_*"]',
             "[a.b, c.d, a.b]",
             "5:11: source.tables: `a.b` is listed twice; keep one of the two",
+        ),
+        (
+            "mode: cdc",
+            "  retention: {}\nmode: cdc",
+            "6:14: source.retention: no limit is given; "
+            "write {age: 7d}, {bytes: 50GiB} or both; without limits leave it out",
+        ),
+        (
+            "mode: cdc",
+            "  retention: {ages: 7d}\nmode: cdc",
+            "6:15: source.retention.ages: unknown key; did you mean `age`?",
         ),
         (
             "name: shop",

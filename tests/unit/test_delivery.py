@@ -13,8 +13,17 @@ from py4j.protocol import Py4JError
 
 from millstream.engine import batch, delivery
 from millstream.engine.batch import collected
-from millstream.errors import JournalCorrupt, JournalMismatch, MillstreamError, TargetRefused, TargetUnavailable
-from millstream.model import BatchLimits, SeqRange, StreamState
+from millstream.engine.opening import Opened
+from millstream.errors import (
+    JournalCorrupt,
+    JournalMismatch,
+    MillstreamError,
+    OutOfRange,
+    TargetRefused,
+    TargetUnavailable,
+)
+from millstream.journal import JournalReader
+from millstream.model import BatchLimits, Retention, SeqRange, StreamState
 from millstream.spark.stage import describe
 from millstream.state.base import EpochRecord
 from millstream.targets.base import Receipt, Target
@@ -311,3 +320,58 @@ def test_a_stranger_s_error_loses_its_words() -> None:
     with pytest.raises(TargetRefused, match=r"a task failed: ValueError at test_delivery\.py") as caught:
         collected(rows_with(ValueError("secret row")))  # type: ignore[arg-type]
     assert "secret" not in str(caught.value)
+
+
+@pytest.fixture
+def small(bench: Bench, tmp_path: Path) -> Bench:
+    """A delivery from a journal of many small segments."""
+    journal = Journal.create(tmp_path / "small", segment_bytes=2000)
+    journal.register(shop_table("orders", 100))
+    bench.journal = journal
+    return bench
+
+
+def prune(journal: Journal, seq: int) -> int:
+    """Remove everything up to this seq, whoever needs it; returns the first seq that is left."""
+    journal.seal()
+    journal.writer.retain(Retention(bytes=1), seq, 0.0, most=1000)
+    return JournalReader(journal.locations).first_seq()
+
+
+def test_what_was_delivered_can_be_pruned(small: Bench) -> None:
+    trade(small.journal, 10)
+    small.deliver_all(TWENTY)
+    assert prune(small.journal, 100) > 60
+    trade(small.journal, 3)
+    small.deliver_all(TWENTY)
+    assert delivered(small.log) == small.journal.written
+
+
+@pytest.mark.parametrize("while_running", [False, True])
+def test_a_target_past_which_the_journal_was_pruned_halts_and_says_what_to_do(
+    small: Bench, while_running: bool
+) -> None:
+    trade(small.journal, 3)
+    small.deliver_all(TWENTY)
+    before = dict(small.journal.written)
+    trade(small.journal, 10)
+    query = small.query(once=True)
+    opened = query._opening.open
+
+    def pruned_after_opening(reason: str | None) -> Opened:
+        made = opened(reason)
+        prune(small.journal, 100)
+        return made
+
+    if while_running:
+        query._opening.open = pruned_after_opening  # type: ignore[method-assign]
+    else:
+        prune(small.journal, 100)
+    query.start()
+    assert query.wait(30)
+    first = JournalReader(small.journal.locations).first_seq()
+    assert query.state is StreamState.FAILED
+    assert isinstance(query.error, OutOfRange)
+    assert f"begins at {'seq ' if while_running else ''}{first}" in query.error.message
+    assert "new target" in (query.error.hint or "")
+    assert delivered(small.log) == before, "nothing is skipped, nothing is delivered past the gap"

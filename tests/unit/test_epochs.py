@@ -119,3 +119,16 @@ def test_a_target_that_was_ahead_of_the_rebase_leaves_out_what_it_has() -> None:
 def test_a_later_epoch_of_a_rebased_journal_still_leaves_out_what_was_delivered() -> None:
     now = replace(rebased(), target=own(120, epoch=2, journal="new"), saved=saved(120, 2, "new"))
     assert decide(now) == Decision(3, 120, 4000, "Spark's checkpoint is missing")
+
+
+def test_a_restart_whose_last_batch_was_pruned_opens_an_epoch_at_the_cursor() -> None:
+    """Spark may ask for that batch once more, and the journal could only refuse."""
+    now = replace(RUNNING, first_seq=41, last_batch=30)
+    assert decide(now) == Decision(2, 50, None, "the last batch is no longer in the journal")
+    assert decide(replace(now, last_batch=40)) == Decision(1, 50, None, None)
+
+
+def test_a_target_whose_next_change_was_pruned_halts_and_says_what_to_do() -> None:
+    with pytest.raises(OutOfRange, match="after seq 50, but the journal begins at 52") as refused:
+        decide(replace(RUNNING, first_seq=52))
+    assert "new target" in (refused.value.hint or "")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from millstream.cli.journal_prune import prune
 from millstream.cli.output import Home, Json, console, print_json
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def ls(
         journals = [journal_list.summary(path) for path in _journals(home)]
         print_json(journals) if json else journal_list.print_journals(journals)
         return
-    segments = journal_list.segments(_journal(home, name))
+    segments = journal_list.segments(find_journal(home, name))
     print_json(segments) if json else journal_list.print_segments(segments)
 
 
@@ -57,7 +58,7 @@ def cat(
     """Print changes in their order, with their values."""
     from millstream.cli.journal_cat import changes, in_words
 
-    reader = _reader(_journal(home, name))
+    reader = _reader(find_journal(home, name))
     shown = changes(reader, tables=frozenset(table or ()), start=start, end=end, limit=limit)
     for change in shown:
         typer.echo(json_module.dumps(change, ensure_ascii=False, default=str) if json else in_words(change))
@@ -72,7 +73,7 @@ def verify(
     """Read every byte and compare it with what was written. Exit 1 when something is wrong."""
     from millstream.journal import verify as verify_journal
 
-    paths = _journals(home) if name is None else [_journal(home, name)]
+    paths = _journals(home) if name is None else [find_journal(home, name)]
     found: dict[str, list[str]] = {}
     with _progress_bar() as bar:
         for path in paths:
@@ -110,6 +111,9 @@ def rebase(
         out.print("Nothing was done. Say it again with --confirm.")
 
 
+journal.command()(prune)
+
+
 def _journals(home: str | None) -> list[Path]:
     """The directories of all journals, in order of their names."""
     from millstream.engine.home import Home as HomeDirectory
@@ -118,7 +122,8 @@ def _journals(home: str | None) -> list[Path]:
     return sorted(path.parent for path in directory.glob("*/journal.json")) if directory.is_dir() else []
 
 
-def _journal(home: str | None, name: str) -> Path:
+def find_journal(home: str | None, name: str) -> Path:
+    """The directory of a journal. Raises JournalError that names those there are."""
     from millstream.errors import JournalError
 
     paths = {path.name: path for path in _journals(home)}

@@ -7,21 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from millstream.cli.output import console, size
-from millstream.engine.status import position_text
 from millstream.journal import describe
+from millstream.journal.places import position_text
 from millstream.model import Json
 
 
 def summary(path: Path) -> Json:
     """One journal: who it is, what it holds, what it takes."""
     found = describe(path)
-    header, head = found.header, found.head
+    header, head, earliest = found.header, found.head, found.retained.earliest
     return {
         "source": header.source,
         "kind": header.source_kind,
         "journal_id": header.journal_id,
         "incarnation": header.incarnation,
-        "first_seq": found.first_seq,
+        "first_seq": earliest.seq,
+        "first_position": position_text(header.source_kind, earliest.position),
+        "oldest_commit_at": _time(found.retained.oldest_ts_us) if found.retained.oldest_ts_us is not None else None,
+        "pruned_seq": found.retained.pruned.seq if found.retained.pruned else None,
         "last_seq": head.seq,
         "end_position": position_text(header.source_kind, head.covered),
         "last_commit_at": _time(head.commit_ts_us) if head.seq >= header.first_seq else None,
@@ -54,9 +57,16 @@ def print_journals(journals: list[Json]) -> None:
         console().print("There is no journal yet.")
         return
     rows = [
-        {**one, "seqs": f"{one['first_seq']:,}..{one['last_seq']:,}", "tables": len(one["tables"])} for one in journals
+        {
+            **one,
+            "seqs": f"{one['first_seq']:,}..{one['last_seq']:,}",
+            "oldest_change": (one["oldest_commit_at"] or "-")[:19],
+            "tables": len(one["tables"]),
+        }
+        for one in journals
     ]
-    _table(rows, ("source", "kind", "incarnation", "seqs", "end_position", "tables", "files", "bytes"))
+    columns = ("source", "kind", "incarnation", "seqs", "first_position", "oldest_change", "end_position", "tables")
+    _table(rows, (*columns, "files", "bytes"))
 
 
 def print_segments(found: list[Json]) -> None:

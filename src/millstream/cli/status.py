@@ -50,6 +50,8 @@ def _print_stream(stream: StreamStatus) -> None:
     if stream.silent:
         out.print(f"  nothing was heard of it since {stream.reported_at:%Y-%m-%d %H:%M:%S} UTC", style="red")
     end = f"seq {source.end_seq:,} at {source.end_position}" if source.end_seq is not None else "empty"
+    if source.oldest_commit_at is not None:
+        end += f", {size(source.journal_bytes)} since {source.oldest_commit_at:%Y-%m-%d %H:%M:%S} UTC"
     out.print(
         f"  source {source.name} ({source.kind}): capture {source.state}"
         f"{f', pid {source.pid}' if source.pid else ''}; journal {end}; "

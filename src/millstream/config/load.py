@@ -22,7 +22,7 @@ from millstream.config.problems import Problem, StreamFileError, in_order, neare
 from millstream.config.report import Reporter
 from millstream.config.schema import SourceKeys, StreamKeys, TargetKeys
 from millstream.errors import ConfigError
-from millstream.model import BatchLimits, SourceSpec, StreamSpec, TargetSpec
+from millstream.model import BatchLimits, Retention, SourceSpec, StreamSpec, TargetSpec
 
 
 @dataclass
@@ -138,6 +138,7 @@ def _source_spec(keys: SourceKeys, stream: str, options: Mapping[str, Any], base
         ack=keys.ack,
         max_source_wal=keys.max_source_wal,
         on_limit=keys.on_limit,
+        retention=Retention(keys.retention.age, keys.retention.bytes) if keys.retention else None,
         options=options,
     )
 

@@ -72,6 +72,12 @@ def _commit(value: object) -> str:
     raise Refusal("must be all, required or {quorum: N}")
 
 
+def _retention(value: object) -> object:
+    if value == {}:
+        raise Refusal("no limit is given", "write {age: 7d}, {bytes: 50GiB} or both; without limits leave it out")
+    return value
+
+
 def _not_yet(empty: tuple[object, ...], instead: str) -> Callable[[object], None]:
     def check(value: object) -> None:
         if value not in empty:
@@ -102,6 +108,13 @@ class BatchKeys(_Keys):
     max_events: Annotated[int, Field(gt=0)] | None = None
 
 
+class RetentionKeys(_Keys):
+    """How much of a source's journal is kept; what is over either limit goes."""
+
+    age: Duration | None = None
+    bytes: Size | None = None
+
+
 class SourceKeys(_KeysAndOptions):
     """The keys every source has."""
 
@@ -113,6 +126,7 @@ class SourceKeys(_KeysAndOptions):
     ack: Annotated[AckPolicy, BeforeValidator(_one_of(AckPolicy))] = AckPolicy.DELIVERED
     max_source_wal: Size = 4 << 30
     on_limit: Annotated[OnLimit, BeforeValidator(_one_of(OnLimit))] = OnLimit.RELEASE
+    retention: Annotated[RetentionKeys, BeforeValidator(_retention)] | None = None
 
 
 class TargetKeys(_KeysAndOptions):

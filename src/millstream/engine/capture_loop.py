@@ -16,6 +16,7 @@ from dataclasses import replace
 from millstream.engine.backoff import Backoff
 from millstream.engine.capture_order import CaptureOrder, Control, Report
 from millstream.engine.retained import SourceLog
+from millstream.engine.retainer import Retainer
 from millstream.errors import JournalFull, PreflightError, SourceHalted, SourceUnavailable
 from millstream.failpoint import failpoint
 from millstream.journal.format import SEGMENT_BYTES
@@ -49,6 +50,7 @@ class CaptureLoop:
         self._control = control
         self._report = report
         self._log = SourceLog(self._spec, self._event)
+        self._retainer = Retainer(self._spec, control, self._event)
         self._writer: JournalWriter | None = None
         self._state = "starting"
         self._acked = 0
@@ -100,6 +102,7 @@ class CaptureLoop:
         self._look(writer)
         writer.maintain()
         self._drop_superseded(writer)
+        self._retainer.look(writer)
         self._tell(writer)
         if not self._control.stopping.is_set():
             return False
@@ -250,6 +253,7 @@ class CaptureLoop:
             hint=lost.hint,
             retry_seconds=round(seconds, 3),
         )
+        self._retain()
         self._control.stopping.wait(seconds)
 
     def _await_room(self, full: JournalFull) -> None:
@@ -263,9 +267,16 @@ class CaptureLoop:
         self._event("capture.disk_full", full.message, Level.ERROR, error=type(full).__name__, hint=hint)
         before, deadline = self._free(), time.monotonic() + RETRY_SECONDS
         while not self._control.stopping.wait(LOOK_SECONDS):
+            with contextlib.suppress(JournalFull):
+                self._retain()
             free = self._free()
             if free >= min(before + MORE_BYTES, ENOUGH_BYTES) or time.monotonic() >= deadline:
                 return
+
+    def _retain(self) -> None:
+        """What may be forgotten goes while capture waits, too."""
+        if self._writer is not None and not self._writer.pending:
+            self._retainer.look(self._writer)
 
     def _free(self) -> int:
         return shutil.disk_usage(self._order.journal.parent).free

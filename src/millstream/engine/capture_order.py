@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from millstream.model import AckPolicy, Json, OnLimit, SourceSpec
+from millstream.model import AckPolicy, Json, OnLimit, Retention, SourceSpec
 from millstream.observe import Event
 
 STOPPED: Final = 0
@@ -63,6 +63,7 @@ class CaptureOrder:
                     "tables": tuple(source["tables"]),
                     "ack": AckPolicy(source["ack"]),
                     "on_limit": OnLimit(source["on_limit"]),
+                    "retention": Retention(**source["retention"]) if source.get("retention") else None,
                 }
             ),
             Path(value["journal"]),
@@ -81,6 +82,8 @@ class Control:
         """Everything up to here has been delivered; None while nobody has said anything."""
         self.planned_before: float | None = None
         """No running batch was planned before this Unix time."""
+        self.lowest: int | None = None
+        """No target needs a seq up to this one any more; None while nobody has said so."""
 
 
 class Report(Protocol):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from millstream.engine.capture_order import CaptureOrder
 from millstream.engine.commit import ack_position
+from millstream.engine.holders import holders, lowest
 from millstream.engine.home import Home
 from millstream.engine.rebase import RebaseRequest, finish_rebase
 from millstream.engine.status import CaptureReport
@@ -132,6 +133,13 @@ class Capture:
     def release(self, planned_before: float) -> None:
         """No running batch was planned before this Unix time."""
         self._current().send_planned_before(planned_before)
+
+    def retain(self) -> None:
+        """Tell capture what nobody needs any more, if its journal has limits."""
+        begun = self._request is None and "journal_id" in self._current().last_status
+        if begun and self.source.retention is not None:
+            header = self._reader.header()
+            self._current().send_lowest(lowest(holders(self._store, self.source.name, header), header))
 
     def report(self) -> CaptureReport:
         """What `millstream status` shows of the capture."""

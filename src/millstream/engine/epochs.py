@@ -28,6 +28,8 @@ class Situation:
     keeps_cursor: bool
     epoch: EpochRecord | None
     checkpoint_exists: bool
+    last_batch: int | None = None
+    """Where the last delivered batch began: Spark may ask for it once more."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ def decide(now: Situation, distrust: str | None = None) -> Decision:
     if truth.seq + 1 < now.first_seq:
         raise OutOfRange(
             f"delivery would go on after seq {truth.seq}, but the journal begins at {now.first_seq}",
-            hint="what lies between can only come from a snapshot",
+            hint="what lies between was pruned and cannot be delivered from here: give the stream a new target "
+            "(another name, an empty place), which begins at the earliest change there is",
         )
     if epoch is not None and reason is None:
         return Decision(epoch.epoch, truth.seq, truth.after_position, None)
@@ -117,4 +120,6 @@ def _why_not_current(now: Situation, epoch: EpochRecord | None, seq: int) -> str
         return "Spark's checkpoint is missing"
     if seq < epoch.start_seq:
         return "the target is behind the epoch's start"
+    if now.last_batch is not None and now.last_batch + 1 < now.first_seq:
+        return "the last batch is no longer in the journal"
     return None

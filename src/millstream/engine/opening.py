@@ -119,6 +119,7 @@ class Opening:
                 keeps_cursor=self._target.capabilities.keeps_cursor,
                 epoch=current,
                 checkpoint_exists=current is not None and (self._root / str(current.epoch) / "offsets").is_dir(),
+                last_batch=self._last_batch(header),
             ),
             distrust,
         )
@@ -127,6 +128,10 @@ class Opening:
         if own is not None:
             self._check(header, Cursor(self._stream, self._name, own.journal_id, own.epoch, own.seq, own.position))
         return decision
+
+    def _last_batch(self, header: Header) -> int | None:
+        history = self._store.cursor_history(self._stream, self._name, 2)
+        return min((cursor.seq for cursor in history if cursor.journal_id == header.journal_id), default=None)
 
     def _check(self, header: Header, cursor: Cursor) -> None:
         """Compare a cursor with this journal. One before its first row has nothing from it to compare."""

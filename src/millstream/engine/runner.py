@@ -188,6 +188,8 @@ class Runner:
                 self._store.set_runtime(
                     Runtime(stream.name, "", everyone or self._stream_state(stream, report), report.to_json())
                 )
+            if capture.started:
+                capture.retain()
             planned = [
                 running.query.planning_since for running in self._deliveries if running.stream in capture.streams
             ]

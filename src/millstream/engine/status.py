@@ -17,15 +17,14 @@ from typing import Any, TypeVar
 
 from millstream.engine.home import Home, Owner
 from millstream.errors import JournalError, StateError
-from millstream.journal import JournalReader
+from millstream.journal import JournalReader, Retained
+from millstream.journal.places import position_text
 from millstream.model import Cursor, Json, StreamState
-from millstream.sources.postgres.lsn import format_lsn
 from millstream.state.base import Runtime, StateStore
 
 SILENCE = 60.0
 """A running process writes its state every `checkpoint_interval`. Seconds after which it counts as stuck."""
 
-_POSITIONS = {"postgres": format_lsn}
 _ALIVE = (StreamState.CATCHING_UP, StreamState.RUNNING)
 
 
@@ -78,6 +77,12 @@ class SourceStatus:
     end_seq: int | None
     end_position: str | None
     last_commit_at: datetime | None
+    first_seq: int | None
+    """The first change that the journal still has,"""
+    oldest_commit_at: datetime | None
+    """its commit time,"""
+    journal_bytes: int | None
+    """and what the journal's segments take on disk."""
     retained_bytes: int | None
     """How much log the source keeps for us, as it last said."""
     error: str | None
@@ -145,11 +150,6 @@ class HomeStatus:
         for stream, one in zip(value["streams"], self.streams, strict=True):
             stream["healthy"] = one.healthy
         return value
-
-
-def position_text(kind: str, position: int) -> str:
-    """A position as the people of that kind of source write it."""
-    return _POSITIONS.get(kind, str)(position)
 
 
 def home_status(home: Home, stream: str | None = None, *, now: datetime | None = None) -> HomeStatus:
@@ -237,6 +237,9 @@ def _source(source: Mapping[str, Any], runtime: Runtime | None, journal: _Journa
         end_seq=journal.seq,
         end_position=journal.text(journal.covered),
         last_commit_at=_time(journal.commit_ts_us),
+        first_seq=journal.retained.earliest.seq if journal.retained else None,
+        oldest_commit_at=_time(journal.retained.oldest_ts_us) if journal.retained else None,
+        journal_bytes=journal.retained.bytes if journal.retained else None,
         retained_bytes=_retained(report.source),
         error=report.error or journal.error,
         hint=report.hint,
@@ -291,6 +294,7 @@ class _Journal:
         self.seq: int | None = None
         self.covered: int | None = None
         self.commit_ts_us: int | None = None
+        self.retained: Retained | None = None
         self.error: str | None = None
         self._first_seq = 1
         path = home.journal_path(source)
@@ -307,6 +311,7 @@ class _Journal:
         self._first_seq = header.first_seq
         if head is not None:
             self._reader = reader
+            self.retained = reader.retained()
             self.seq, self.covered = head.seq, head.covered
             self.commit_ts_us = head.commit_ts_us if head.seq >= header.first_seq else None
 

@@ -41,6 +41,7 @@ class Supervisor:
         self._stopping = False
         self._ack: int | None = None
         self._planned_before: float | None = None
+        self._lowest: int | None = None
         self._state = "stopped"
         self._status: Json = {}
         self._error: MillstreamError | None = None
@@ -72,6 +73,13 @@ class Supervisor:
         with self._changed:
             self._planned_before = unix
             self._say({"planned_before": unix})
+
+    def send_lowest(self, seq: int) -> None:
+        """No target needs anything up to this seq: retention may remove it."""
+        with self._changed:
+            if self._lowest != seq:
+                self._lowest = seq
+                self._say({"lowest": seq})
 
     def stop(self, timeout: float = 30.0) -> None:
         """Stop cleanly and wait; kill the process if it takes longer than `timeout` seconds."""
@@ -152,7 +160,8 @@ class Supervisor:
             self._process = process
             self._first_end, self._progressed = None, False
             self._say(self._order.to_json())
-            self._say({"ack": self._ack, "planned_before": self._planned_before, "stop": self._stopping})
+            said = {"ack": self._ack, "planned_before": self._planned_before, "lowest": self._lowest}
+            self._say({**said, "stop": self._stopping})
         try:
             assert process.stdout is not None  # noqa: S101
             self._hear(process.stdout)

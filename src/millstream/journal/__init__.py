@@ -4,7 +4,9 @@ from millstream.journal.cursors import check_cursor
 from millstream.journal.describe import JournalSummary, SegmentSummary, describe, rows
 from millstream.journal.format import JOURNAL, Head, Header, Slice
 from millstream.journal.index import Cut
-from millstream.journal.reader import JournalReader, Planned
+from millstream.journal.places import Earliest
+from millstream.journal.pruned import Pruned
+from millstream.journal.reader import JournalReader, Planned, Retained
 from millstream.journal.rowcheck import Problem
 from millstream.journal.slices import open_slice
 from millstream.journal.verify import verify
@@ -13,6 +15,7 @@ from millstream.journal.writer import JournalWriter, journal_exists
 __all__ = [
     "JOURNAL",
     "Cut",
+    "Earliest",
     "Head",
     "Header",
     "JournalReader",
@@ -20,6 +23,8 @@ __all__ = [
     "JournalWriter",
     "Planned",
     "Problem",
+    "Pruned",
+    "Retained",
     "SegmentSummary",
     "Slice",
     "check_cursor",

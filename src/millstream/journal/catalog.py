@@ -16,6 +16,7 @@ from millstream.journal.index import CUTS, INDEX, Records
 from millstream.journal.locations import Locations
 from millstream.journal.manifest import FILE as MANIFEST
 from millstream.journal.manifest import Entry, Manifest
+from millstream.journal.pruned import Pruned
 from millstream.journal.relations import FILE as RELATIONS
 from millstream.journal.relations import parse_line
 from millstream.journal.segment import segment_name, segment_number
@@ -38,6 +39,9 @@ class View:
     epoch: int
     first_seq: int
     last_seq: int
+    bytes: int
+    first_commit_position: int | None
+    """None for the open segment: it must be read."""
     commit_position: int
     min_ts_us: int
     max_ts_us: int
@@ -109,6 +113,10 @@ class Catalog:
             views.append(self._open(head, open_number))
         return views
 
+    def pruned(self) -> Pruned | None:
+        """What is gone before the first of the last `views`."""
+        return self._manifest.pruned
+
     def _read_manifest(self, head: Head) -> Manifest:
         manifest = Manifest.from_bytes(self._files.read_all(MANIFEST))
         if manifest.version < head.manifest_version:
@@ -128,6 +136,8 @@ class Catalog:
             epoch=head.epoch,
             first_seq=head.segment_first_seq,
             last_seq=head.seq,
+            bytes=head.segment_length,
+            first_commit_position=None,
             commit_position=head.commit_position,
             min_ts_us=int(cuts["min_ts_us"].min()),
             max_ts_us=int(cuts["max_ts_us"].max()),
@@ -198,6 +208,8 @@ def _closed(entry: Entry) -> View:
         epoch=entry.epoch,
         first_seq=entry.first_seq,
         last_seq=entry.last_seq,
+        bytes=entry.bytes,
+        first_commit_position=entry.first_commit_position,
         commit_position=entry.commit_position,
         min_ts_us=entry.min_ts_us or 0,
         max_ts_us=entry.max_ts_us or 0,

@@ -34,7 +34,7 @@ def check_cursor(journal: JournalReader | JournalWriter, cursor: Cursor) -> None
                 hint=_REMEDY,
             )
         return
-    if cursor.seq < reader.first_seq():
+    if cursor.seq < reader.first_seq() - 1:
         return
     cut = reader.cut_at(cursor.seq)
     if cut is None or cut.resume_position != cursor.position:

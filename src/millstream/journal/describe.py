@@ -15,7 +15,7 @@ from millstream.journal.format import Head, Header
 from millstream.journal.index import in_seq_order
 from millstream.journal.manifest import FILE as MANIFEST
 from millstream.journal.manifest import Manifest
-from millstream.journal.reader import JournalReader
+from millstream.journal.reader import JournalReader, Retained
 from millstream.journal.slices import open_slice
 from millstream.journal.writer import read_head, read_header
 from millstream.model import SeqRange
@@ -46,7 +46,7 @@ class JournalSummary:
 
     header: Header
     head: Head
-    first_seq: int
+    retained: Retained
     tables: tuple[str, ...]
     segments: tuple[SegmentSummary, ...]
     files: int
@@ -79,7 +79,7 @@ def describe(path: Path) -> JournalSummary:
         segments.append(_open_segment(path, head))
     sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
     tables = tuple(sorted({relation.table for relation in reader.relations().values()}))
-    return JournalSummary(header, head, reader.first_seq(), tables, tuple(segments), len(sizes), sum(sizes))
+    return JournalSummary(header, head, reader.retained(), tables, tuple(segments), len(sizes), sum(sizes))
 
 
 def _open_segment(path: Path, head: Head) -> SegmentSummary:

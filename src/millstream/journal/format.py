@@ -6,6 +6,7 @@
       epoch                the durable counter of the writer's openings
       head                 the visible end, overwritten by the writer after each commit
       manifest.json        the closed segments, replaced when one is closed, sealed or retired
+      pruned.json          the last seq that retention removed, if it has removed any
       relations.jsonl      one description a line, once per content, the line number is its id
       segments/
         N.arrows           open form: an Arrow IPC stream in commit order, mixed relations

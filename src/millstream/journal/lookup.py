@@ -7,7 +7,8 @@ cuts, ends that were left out lie in the last 64 rows, and reading those is enou
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from dataclasses import replace
+from datetime import datetime
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from millstream.errors import OutOfRange
 from millstream.journal.catalog import Catalog, View
 from millstream.journal.format import Head, Header
 from millstream.journal.index import CUT_ROWS, Cut, Records, column, in_seq_order, to_cut, transaction_ends
+from millstream.journal.places import Earliest, position_text, time_text
 from millstream.journal.slices import EMPTY, open_slices, read_slice, sealed_slices
 from millstream.model import SeqRange
 
@@ -42,6 +44,9 @@ def ends_between(catalog: Catalog, views: Sequence[View], start: int, end: int) 
 
 
 def cut_at(catalog: Catalog, views: Sequence[View], seq: int) -> Cut | None:
+    pruned = catalog.pruned()
+    if pruned is not None and pruned.seq == seq:
+        return pruned.cut
     view = next((view for view in views if view.first_seq <= seq <= view.last_seq), None)
     if view is None:
         return None
@@ -68,18 +73,17 @@ def _cut_of(rows: pa.RecordBatch, row: int) -> Cut:
 
 
 def seq_at_position(catalog: Catalog, views: Sequence[View], head: Head, header: Header, position: int) -> int:
-    earliest = header.start_position
-    if views and views[0].first_seq > header.first_seq:
-        earliest = int(
-            column(rows_between(catalog, views, views[0].first_seq - 1, views[0].first_seq), "commit_position")[0]
-        )
-    if position < earliest:
+    kind, pruned = header.source_kind, catalog.pruned()
+    asked = f"position {position_text(kind, position)}"
+    if pruned is not None and position <= pruned.commit_position:
+        raise earliest(catalog, views, head).refuse(asked, kind)
+    if position < header.start_position:
         raise OutOfRange(
-            f"position {position} is before the earliest in the journal, {earliest}",
-            hint="start there, or take a new snapshot",
+            f"{asked} is before the beginning of the journal, {position_text(kind, header.start_position)}",
+            hint="start there",
         )
     if position > head.covered:
-        raise OutOfRange(f"position {position} is beyond what the journal covers, {head.covered}")
+        raise OutOfRange(f"{asked} is beyond what the journal covers, {position_text(kind, head.covered)}")
     view = next((view for view in views if view.commit_position >= position), None)
     if view is None:
         return head.seq
@@ -96,21 +100,33 @@ def seq_at_time(catalog: Catalog, views: Sequence[View], head: Head, header: Hea
         reached = np.flatnonzero(cuts["max_ts_us"] >= ts_us)
         at = int(reached[0]) if len(reached) else len(cuts)
         found = _before_first(catalog, views, view, cuts, at, lambda rows: column(rows, "commit_ts") >= ts_us)
-    if views and found == views[0].first_seq - 1:
-        _check_earliest(views, header, ts_us)
+    pruned = catalog.pruned()
+    if pruned is not None and ts_us <= pruned.max_ts_us:
+        first = replace(earliest(catalog, views, head), ts_us=pruned.max_ts_us + 1)
+        raise first.refuse(f"some of what was committed from {time_text(ts_us)} on", header.source_kind)
+    if pruned is None and views and found == views[0].first_seq - 1:
+        _check_beginning(views, header, ts_us)
     return found
 
 
-def _check_earliest(views: Sequence[View], header: Header, ts_us: int) -> None:
-    """The first retained transaction is the answer only if none before the journal could have been."""
-    earliest = min(view.min_ts_us for view in views)
-    if views[0].first_seq == header.first_seq:
-        earliest = min(earliest, int(datetime.fromisoformat(header.created_at).timestamp() * 1_000_000))
-    if ts_us < earliest:
-        at = datetime.fromtimestamp(earliest / 1_000_000, UTC).isoformat()
+def _check_beginning(views: Sequence[View], header: Header, ts_us: int) -> None:
+    """The first transaction is the answer only if none before the journal could have been."""
+    created = int(datetime.fromisoformat(header.created_at).timestamp() * 1_000_000)
+    first = min(created, *(view.min_ts_us for view in views))
+    if ts_us < first:
         raise OutOfRange(
-            f"the asked time is before the earliest in the journal, {at}", hint="start there, or take a new snapshot"
+            f"{time_text(ts_us)} is before the beginning of the journal, {time_text(first)}", hint="start there"
         )
+
+
+def earliest(catalog: Catalog, views: Sequence[View], head: Head) -> Earliest:
+    """The first change that is retained; where the next one will be when there is none."""
+    if not views:
+        return Earliest(head.seq + 1, head.covered, head.commit_ts_us)
+    first, position = views[0].first_seq, views[0].first_commit_position
+    if position is None:
+        position = int(column(rows_between(catalog, views, first - 1, first), "commit_position")[0])
+    return Earliest(first, position, views[0].min_ts_us)
 
 
 def _before_first(catalog: Catalog, views: Sequence[View], view: View, cuts: Records, at: int, matches: _Match) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from millstream.errors import JournalCorrupt
 from millstream.journal.files import disk_errors, replace_file, sealed_json, unsealed_json
+from millstream.journal.pruned import Pruned
 from millstream.journal.segment import End, Mark, segment_name
 
 FILE = "manifest.json"
@@ -84,9 +85,17 @@ class Manifest:
 
     version: int = 0
     entries: tuple[Entry, ...] = ()
+    pruned: Pruned | None = None
+    """What was before the first of them and is gone."""
 
     def to_bytes(self) -> bytes:
-        return sealed_json({"version": self.version, "entries": [asdict(entry) for entry in self.entries]})
+        return sealed_json(
+            {
+                "version": self.version,
+                "entries": [vars(entry) for entry in self.entries],
+                "pruned": vars(self.pruned) if self.pruned else None,
+            }
+        )
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Manifest:
@@ -95,12 +104,19 @@ class Manifest:
             raise JournalCorrupt(
                 f"{FILE} is damaged", hint="open the journal for writing once: it is rebuilt from the segments"
             )
-        return cls(body["version"], tuple(Entry(**entry) for entry in body["entries"]))
+        pruned = body.get("pruned")
+        entries = tuple(Entry(**entry) for entry in body["entries"])
+        return cls(body["version"], entries, Pruned(**pruned) if pruned else None)
 
     def adding(self, *entries: Entry) -> Manifest:
         """The next version: `entries` added, each in the place of an older one of its number."""
         by_number = {entry.number: entry for entry in (*self.entries, *entries)}
-        return Manifest(self.version + 1, tuple(by_number[number] for number in sorted(by_number)))
+        return replace(self, version=self.version + 1, entries=tuple(by_number[n] for n in sorted(by_number)))
+
+    def after(self, pruned: Pruned) -> Manifest:
+        """The next version: without what is pruned."""
+        left = tuple(entry for entry in self.entries if entry.number > pruned.segment)
+        return Manifest(self.version + 1, left, pruned)
 
     def save(self, directory: Path) -> None:
         path = directory / FILE

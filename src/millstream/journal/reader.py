@@ -13,6 +13,8 @@ from millstream.journal import lookup
 from millstream.journal.catalog import Catalog, View
 from millstream.journal.format import Head, Header, Slice
 from millstream.journal.index import CUT_ROWS, Cut, to_cut
+from millstream.journal.places import Earliest
+from millstream.journal.pruned import Pruned
 from millstream.journal.slices import open_slices, sealed_slices
 from millstream.model import Relation, SeqRange
 
@@ -35,6 +37,17 @@ class Planned:
     full: bool
     position: int
     commit_ts_us: int
+
+
+@dataclass(frozen=True)
+class Retained:
+    """What a journal holds: its first change, the oldest commit time (None without rows), the bytes of its
+    segments, and what is gone before it, if anything is."""
+
+    earliest: Earliest
+    oldest_ts_us: int | None
+    bytes: int
+    pruned: Pruned | None
 
 
 class JournalReader:
@@ -78,6 +91,16 @@ class JournalReader:
 
         def find(views: Sequence[View], head: Head) -> int:
             return views[0].first_seq if views else head.seq + 1
+
+        return self._with_views(find)
+
+    def retained(self) -> Retained:
+        """What the journal holds now, and from where on."""
+
+        def find(views: Sequence[View], head: Head) -> Retained:
+            size = sum(view.bytes for view in views)
+            oldest = views[0].min_ts_us if views else None
+            return Retained(lookup.earliest(self._catalog, views, head), oldest, size, self._catalog.pruned())
 
         return self._with_views(find)
 
@@ -207,10 +230,8 @@ class JournalReader:
     def _check_range(self, views: Sequence[View], head: Head, start: int, end: int | None = None) -> None:
         first = views[0].first_seq if views else head.seq + 1
         if start < first - 1:
-            raise OutOfRange(
-                f"the journal starts at seq {first}; seq {start + 1} is not retained",
-                hint="start at the earliest, or take a new snapshot",
-            )
+            first_there = lookup.earliest(self._catalog, views, head)
+            raise first_there.refuse(f"seq {start + 1}", self.header().source_kind)
         if max(start, end or start) > head.seq:
             raise OutOfRange(f"seq {max(start, end or start)} is beyond the visible end {head.seq}")
 

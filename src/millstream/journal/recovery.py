@@ -24,6 +24,7 @@ from millstream.journal.files import disk_errors, remove_file, sync_directory
 from millstream.journal.format import Head, Header
 from millstream.journal.manifest import FILE as MANIFEST
 from millstream.journal.manifest import Manifest, entry_of
+from millstream.journal.pruned import Pruned
 from millstream.journal.rebuild import derived_files_fit, ensure_index, rebuilt_entry, sealed_entry
 from millstream.journal.segment import End, Mark, frames, remove_segment, segment_name, segment_number
 
@@ -54,19 +55,26 @@ def start_of(header: Header) -> End:
 
 def end_of(manifest: Manifest, header: Header) -> End:
     """Where the journal stood when the last closed segment was closed."""
-    if not manifest.entries:
-        return start_of(header)
-    last = manifest.entries[-1]
-    return End(last.last_seq, last.commit_position, last.resume_position, last.covered, last.commit_ts_us)
+    pruned = manifest.pruned
+    if manifest.entries:
+        last = manifest.entries[-1]
+        return End(last.last_seq, last.commit_position, last.resume_position, last.covered, last.commit_ts_us)
+    if pruned is not None:
+        return End(pruned.seq, pruned.commit_position, pruned.resume_position, pruned.covered, pruned.commit_ts_us)
+    return start_of(header)
 
 
 def recover(directory: Path, header: Header, head: Head | None, epoch: int) -> Recovered:
     """Bring a journal that the caller has locked into a state that ends with a commit record."""
     segments = directory / "segments"
     with disk_errors(segments, "recover the journal"):
-        names = sorted(path.name for path in segments.iterdir())
+        pruned = Pruned.load(directory)
+        names = _finish_pruning(segments, pruned)
         manifest = _manifest(directory, header, names, epoch)
-        _check_closed(segments, manifest)
+        if pruned is not None and pruned != manifest.pruned:
+            manifest = manifest.after(pruned)
+            manifest.save(directory)
+        _check_closed(segments, manifest, pruned.seq if pruned else header.first_seq - 1)
         _remove_leftovers(segments, manifest, names)
         manifest = _repair_closed(directory, manifest)
         recovered = _recover_tail(directory, header, head, manifest, names, epoch)
@@ -74,12 +82,23 @@ def recover(directory: Path, header: Header, head: Head | None, epoch: int) -> R
     return recovered
 
 
+def _finish_pruning(segments: Path, pruned: Pruned | None) -> list[str]:
+    """Remove what was pruned and is still there. Returns the names of what is left, in order."""
+    names = sorted(path.name for path in segments.iterdir())
+    gone = [name for name in names if pruned is not None and segment_number(name) <= pruned.segment]
+    for name in gone:
+        remove_file(segments / name)
+    if gone:
+        sync_directory(segments)
+    return names[len(gone) :]
+
+
 def _recover_tail(
     directory: Path, header: Header, head: Head | None, manifest: Manifest, names: Sequence[str], epoch: int
 ) -> Recovered:
     """The segments that are not in the manifest: keep them up to the last good commit record."""
     segments = directory / "segments"
-    last = manifest.entries[-1].number if manifest.entries else 0
+    last = manifest.entries[-1].number if manifest.entries else manifest.pruned.segment if manifest.pruned else 0
     tail = _tail(names, last)
     walked = walk(segments, header, tail, last + 1)
     good = next((point for point in reversed(walked) if point.record.committed), None)
@@ -217,9 +236,9 @@ def _manifest(directory: Path, header: Header, names: Sequence[str], epoch: int)
     return manifest
 
 
-def _check_closed(segments: Path, manifest: Manifest) -> None:
-    """Every closed segment must be there, whole, and follow the one before it."""
-    for before, entry in zip((None, *manifest.entries), manifest.entries, strict=False):
+def _check_closed(segments: Path, manifest: Manifest, before: int) -> None:
+    """Every closed segment must be there, whole, and follow the one before it, the first one seq `before`."""
+    for entry in manifest.entries:
         path = segments / f"{entry.name}.arrows"
         try:
             size = path.stat().st_size
@@ -230,8 +249,9 @@ def _check_closed(segments: Path, manifest: Manifest) -> None:
             ) from None
         if size < entry.bytes:
             raise JournalCorrupt(f"{path} has {size} of its {entry.bytes} bytes", hint="restore the file")
-        if before and before.last_seq + 1 != entry.first_seq:
-            raise JournalCorrupt(f"{path} starts at seq {entry.first_seq}, the one before ends at {before.last_seq}")
+        if before + 1 != entry.first_seq:
+            raise JournalCorrupt(f"{path} starts at seq {entry.first_seq}, what is before it ends at {before}")
+        before = entry.last_seq
 
 
 def _repair_closed(directory: Path, manifest: Manifest) -> Manifest:

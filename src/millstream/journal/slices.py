@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from millstream.errors import JournalCorrupt, JournalError, JournalMismatch
+from millstream.errors import JournalCorrupt, JournalError, JournalMismatch, OutOfRange
 from millstream.journal.files import HEADER
 from millstream.journal.format import JOURNAL, MAX_BATCH_ROWS, Header, Slice
 from millstream.journal.index import Records, column, integers
 from millstream.journal.locations import Locations
+from millstream.journal.pruned import FILE as PRUNED
+from millstream.journal.pruned import Pruned
 from millstream.journal.segment import frames, record_batch
 from millstream.model import SeqRange
 
@@ -93,13 +95,27 @@ def open_slice(
     """The rows of a slice: only of its relation, only in `range`, only with resume_position > `after_position`.
 
     In seq order, schema JOURNAL. Raises JournalCorrupt when the bytes are not those that were
-    written, JournalMismatch when the location holds another journal, JournalError when the segment
-    is gone (the range must be planned again).
+    written, JournalMismatch when the location holds another journal, OutOfRange when the rows were
+    pruned, JournalError when the segment is gone in this form (the range must be planned again).
     """
     try:
         return read_slice(slice, locations, range, after_position)
     except FileNotFoundError as error:
-        raise JournalError(f"segment {slice.segment} is gone", hint="the range must be planned again") from error
+        raise _gone(slice, Locations(locations)) from error
+
+
+def _gone(slice: Slice, locations: Locations) -> JournalError:
+    """Why there is no file: pruned for good, or only in another form."""
+    try:
+        pruned = Pruned.from_bytes(locations.read_all(PRUNED))
+    except FileNotFoundError:
+        pruned = None
+    if pruned is None or slice.first_seq > pruned.seq:
+        return JournalError(f"segment {slice.segment} is gone", hint="the range must be planned again")
+    return OutOfRange(
+        f"seq {slice.first_seq} to {slice.last_seq} are not in the journal any more: it begins at seq {pruned.seq + 1}",
+        hint="begin there, or deliver to a new target, which begins there",
+    )
 
 
 def read_slice(

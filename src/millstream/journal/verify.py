@@ -68,7 +68,8 @@ class _Verification:
             self._say(HEAD, "is missing or damaged; the writer makes it again when it opens the journal")
             head = None
         manifest = self._manifest(head)
-        rows = RowChecker(header.first_seq, self._relations(head), self._say)
+        first_seq = manifest.pruned.seq + 1 if manifest.pruned else header.first_seq
+        rows = RowChecker(first_seq, self._relations(head), self._say)
         self._all = sum(entry.bytes for entry in manifest.entries) + (head.segment_length if head else 0)
         for entry in manifest.entries:
             self._closed(entry, header, rows)

@@ -24,15 +24,18 @@ from millstream.journal.files import (
     sync_directory,
 )
 from millstream.journal.format import SEGMENT_BYTES, Head, Header
+from millstream.journal.index import CUTS, INDEX
 from millstream.journal.lock import WriterLock, next_epoch
 from millstream.journal.manifest import Entry, Manifest
 from millstream.journal.pending import FLUSH_BYTES, Pending
+from millstream.journal.pruned import Pruned
 from millstream.journal.recovery import recover
 from millstream.journal.relations import RelationLog
+from millstream.journal.retention import PruneRequest, due, pruned_after, removable
 from millstream.journal.sealing import Sealer
-from millstream.journal.segment import segment_name
+from millstream.journal.segment import remove_segment, segment_name
 from millstream.journal.tail import Tail
-from millstream.model import Relation
+from millstream.model import Relation, Retention
 from millstream.sources.base import Block
 
 
@@ -289,6 +292,50 @@ class JournalWriter:
         if ready:
             sync_directory(self._segments)
             failpoint("journal.superseded_dropped")
+
+    def retain(self, rule: Retention, lowest: int | None, now: float, most: int) -> Pruned | None:
+        """Forget what is over the limits of `rule` and no longer needed, at most so many segments.
+
+        `lowest` is the lowest seq that a target stands at; None: nobody needs anything. Not inside
+        a transaction. None if nothing had to go.
+        """
+        mark = self._tail.mark
+        size = mark.length + mark.index_entries * INDEX.itemsize + mark.cut_entries * CUTS.itemsize
+        found = due(
+            self._manifest.entries, rule, open_bytes=size, open_rows=mark.rows, lowest=lowest, now_us=int(now * 1e6)
+        ).entries[:most]
+        return self.prune(found[-1].number) if found else None
+
+    def prune(self, segment: int) -> Pruned | None:
+        """Forget all closed segments up to this one, as far as transactions end with them.
+
+        The caller knows that nobody needs them. Not inside a transaction. None if there are none.
+        """
+        going = removable(self._manifest.entries, segment, open_rows=self._tail.mark.rows)
+        if not going:
+            return None
+        pruned = pruned_after(self._manifest.pruned, going)
+        pruned.save(self.path)
+        failpoint("retention.decided")
+        self._save_manifest(self._manifest.after(pruned))
+        failpoint("retention.manifest_published")
+        self.head = self._publish()
+        for entry in going:
+            self._superseded.pop(entry.number, None)
+            with disk_errors(self._segments, "remove a pruned segment"):
+                remove_segment(self._segments, entry.number)
+            failpoint("retention.segment_removed")
+        sync_directory(self._segments)
+        return pruned
+
+    def prune_as_requested(self) -> Pruned | None:
+        """Do what `millstream journal prune` has asked of this process, if it has. Not inside a transaction."""
+        request = PruneRequest.load(self.path)
+        if request is None:
+            return None
+        pruned = self.prune(request.segment)
+        PruneRequest.done(self.path)
+        return pruned
 
     def close(self) -> None:
         """Commit what is whole, keep every id that was given, stop sealing, release the lock. Idempotent."""

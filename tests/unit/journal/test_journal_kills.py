@@ -6,13 +6,15 @@ import os
 import re
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 from journal_tools import Maker, Transaction, append_in_parts, block, create, numbered, read_all, relation, script
 
 import millstream.journal
-from millstream.journal import JournalReader, JournalWriter, verify
+from millstream.journal import JournalReader, JournalWriter, describe, verify
+from millstream.model import Retention
 
 SOURCE = Path(millstream.journal.__file__).parent
 FAILPOINTS = sorted(
@@ -30,7 +32,7 @@ def load(round: int, maker: Maker) -> list[Transaction]:
     return [maker.transaction(400)] if round % 9 == 4 else maker.transactions([1, 7, 3])
 
 
-def go_on(path: Path) -> None:
+def go_on(path: Path, *, pruning: bool = False) -> None:
     """Write the load from where the journal ends, and say what was committed. Runs until it is killed."""
     writer = JournalWriter.open(path, **OPTIONS) if (path / "journal.json").exists() else create(path, **OPTIONS)
     for number in range(1, 5):
@@ -44,14 +46,19 @@ def go_on(path: Path) -> None:
             print(writer.end, flush=True)
         writer.maintain()
         writer.drop_superseded(float("inf"))
+        if pruning:
+            # Nothing that a target needs: the rule would take all, and the last rows of 60 are still needed.
+            writer.prune_as_requested()
+            writer.retain(Retention(bytes=1), writer.head.seq - 60, time.time(), most=2)
     writer.close()
 
 
 @pytest.mark.parametrize("name", FAILPOINTS)
 def test_a_kill_at_a_durable_step_loses_and_doubles_nothing(tmp_path: Path, name: str) -> None:
     path = tmp_path / "j"
-    body = f"from pathlib import Path\nfrom test_journal_kills import go_on\ngo_on(Path({str(path)!r}))"
-    nth = 1 if name in ONCE else 3
+    pruning = name.startswith("retention.")
+    body = f"from pathlib import Path\nfrom test_journal_kills import go_on\ngo_on(Path({str(path)!r}), {pruning=})"
+    nth = 1 if name in ONCE else 2 if pruning else 3
     environment = {**os.environ, "MILLSTREAM_FAILPOINT": f"{name}:{nth}"}
     killed = subprocess.run(script(body), env=environment, capture_output=True, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
@@ -60,11 +67,16 @@ def test_a_kill_at_a_durable_step_loses_and_doubles_nothing(tmp_path: Path, name
         head = JournalReader([str(path)]).head()
         assert head is not None
         assert head.covered >= promised[-1], "a promised commit is visible before anybody recovers"
-    go_on(path)
+    go_on(path, pruning=pruning)
     maker = Maker(seed=11)
-    written = [one for round in range(ROUNDS) for one in load(round, maker)]
-    assert read_all(path).equals(numbered(written))
+    written = numbered([one for round in range(ROUNDS) for one in load(round, maker)])
+    first = JournalReader([str(path)]).first_seq()
+    assert (first > 1) == pruning
+    assert first <= len(written) - 59
+    assert read_all(path).equals(written.slice(first - 1).combine_chunks())
     assert verify(path) == []
+    retained = {entry.name[:8] for entry in describe(path).segments}
+    assert {file.name[:8] for file in (path / "segments").iterdir()} == retained, "nothing pruned is left on disk"
 
 
 def test_the_failpoints_are_those_of_the_durable_steps() -> None:
@@ -84,4 +96,7 @@ def test_the_failpoints_are_those_of_the_durable_steps() -> None:
         "journal.manifest_published",
         "journal.superseded_dropped",
         "journal.recovered",
+        "retention.decided",
+        "retention.manifest_published",
+        "retention.segment_removed",
     } == set(FAILPOINTS)

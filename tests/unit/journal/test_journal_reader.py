@@ -85,7 +85,7 @@ def test_a_range_that_is_not_there_is_refused(tmp_path: Path) -> None:
         assert reader.slices(SeqRange(100, 100)) == []
         writer.append(block(Maker().transaction(5)))
         writer.commit()
-        with pytest.raises(OutOfRange, match="starts at seq 101"):
+        with pytest.raises(OutOfRange, match="begins at seq 101, position 00000000/"):
             reader.plan_end(99, max_events=1, max_bytes=1)
         with pytest.raises(OutOfRange, match="visible end 105"):
             reader.plan_end(106, max_events=1, max_bytes=1)
@@ -148,11 +148,11 @@ def test_places_outside_the_journal_name_the_earliest(tmp_path: Path) -> None:
     written = filled(tmp_path / "j", [2, 2])
     reader = JournalReader([str(tmp_path / "j")])
     assert reader.seq_at_position(START) == 0
-    with pytest.raises(OutOfRange, match=f"earliest in the journal, {START}"):
+    with pytest.raises(OutOfRange, match=f"beginning of the journal, 00000000/{START:08X}"):
         reader.seq_at_position(START - 1)
-    with pytest.raises(OutOfRange, match=f"covers, {written[-1].resume}"):
+    with pytest.raises(OutOfRange, match=f"covers, 00000000/{written[-1].resume:08X}"):
         reader.seq_at_position(written[-1].resume + 1)
-    with pytest.raises(OutOfRange, match="earliest in the journal, 2023-"):
+    with pytest.raises(OutOfRange, match="beginning of the journal, 2023-"):
         reader.seq_at_time(1_000_000)
     assert reader.seq_at_time(written[0].ts) == 0
     assert reader.seq_at_time(max(one.ts for one in written) + 1) == 4
@@ -335,7 +335,7 @@ def test_rows_come_in_order_and_by_table(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_journal_describes_itself(tmp_path: Path) -> None:
     written = filled(tmp_path / "j", [40] * 10, segment_bytes=5000)
     summary = describe(tmp_path / "j")
-    assert summary.first_seq == 1
+    assert (summary.retained.earliest.seq, summary.retained.oldest_ts_us) == (1, summary.segments[0].min_ts_us)
     assert summary.head.seq == 400
     assert summary.tables == ("public.t1", "public.t2", "public.t3", "public.t4")
     assert sum(one.rows for one in summary.segments) == 400

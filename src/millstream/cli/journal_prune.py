@@ -1,0 +1,56 @@
+"""`millstream journal prune`: let a journal forget what is over its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from millstream.cli.output import Home, Json, console, print_json, size
+from millstream.errors import ConfigError
+
+
+def prune(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the source.", show_default=False)],
+    older_than: Annotated[str | None, typer.Option("--older-than", help="Changes older than this go: 7d, 12h.")] = None,
+    max_bytes: Annotated[
+        str | None, typer.Option("--max-bytes", help="The oldest changes go until no more than this is left: 50GiB.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Also what a target still needs; it then halts.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    home: Home = None,
+    json: Json = False,
+) -> None:
+    """Remove the oldest changes of a journal, by age or size; never what a target still needs, unless forced."""
+    from millstream.cli.journal import find_journal
+    from millstream.config.units import parse_duration_ms, parse_size
+    from millstream.engine.home import Home as HomeDirectory
+    from millstream.engine.prune import prune as prune_journal
+    from millstream.model import Retention
+
+    age = _given("--older-than", older_than, parse_duration_ms)
+    most = _given("--max-bytes", max_bytes, parse_size)
+    rule = None if age is None and most is None else Retention(age, most)
+    find_journal(home, name)
+    result = prune_journal(HomeDirectory.locate(home), name, rule, force=force, dry_run=dry_run)
+    if json:
+        print_json(result)
+        return
+    out = console()
+    verb = "removed" if result["done"] else "would remove" if dry_run else "nothing to remove:"
+    amount = f"{result['rows']:,} changes, {result['segments']} segments, {size(result['bytes'])}"
+    out.print(f"{name}: {verb} {amount}" + (f"; up to seq {result['last_seq']:,}" if result["last_seq"] else ""))
+    held = result["held"]
+    if held["segments"]:
+        who = ", ".join(f"{one['stream']}/{one['target']} (at seq {one['seq']:,})" for one in held["by"])
+        out.print(f"  {held['rows']:,} changes more are over the limit, but still needed by {who}", style="yellow")
+    for one in result["halted"]:
+        out.print(f"  {one['stream']}/{one['target']} is at seq {one['seq']:,}: it cannot go on", style="red")
+
+
+def _given(option: str, text: str | None, parse: Callable[[object], int]) -> int | None:
+    try:
+        return None if text is None else parse(text)
+    except ValueError as wrong:
+        raise ConfigError(f"{option}: {wrong}") from None
