@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from millstream.engine.runner import run
     from millstream.engine.status import home_status
     from millstream.errors import MillstreamError
+    from millstream.fold import fold_with_spark
     from millstream.journal import JournalReader, open_slice, verify
     from millstream.model import BatchLimits, Cursor, Mode, Relation, SeqRange, SourceSpec, StreamSpec, TargetSpec
     from millstream.observe import Event, Level, Observer, Observers
@@ -37,6 +38,7 @@ __all__ = [
     "SourceSpec",
     "StreamSpec",
     "TargetSpec",
+    "fold_with_spark",
     "home_status",
     "load_streams",
     "open_slice",
@@ -50,6 +52,7 @@ _ROOMS = {
     "millstream.engine.runner": ("run",),
     "millstream.engine.status": ("home_status",),
     "millstream.errors": ("MillstreamError",),
+    "millstream.fold": ("fold_with_spark",),
     "millstream.journal": ("JournalReader", "open_slice", "verify"),
     "millstream.model": (
         "BatchLimits",

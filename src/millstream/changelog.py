@@ -56,6 +56,9 @@ BEFORE = "_ms_before"
 METADATA = (*(f.name for f in _FRONT), BEFORE, *(f.name for f in _BACK))
 """The names of our own columns, in order."""
 
+COMMON = (*_FRONT, *_BACK)
+"""Our own columns that have the same type for every table: all but `_ms_before`."""
+
 PIECE_BYTES = 64 << 20
 
 _UPPER = np.frombuffer(b"".join(b"%02X" % i for i in range(256)), np.uint16)

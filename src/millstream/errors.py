@@ -18,6 +18,7 @@
     ├── TargetError
     │   ├── TargetUnavailable  transient: try the batch again later
     │   └── TargetRefused      permanent: this target stops, the others go on
+    ├── SchemaChanged          a table's columns are no longer those that a DataFrame was made with
     ├── StateError             the state store cannot be read or written
     ├── HomeLocked             another process runs on this home
     └── BenchError
@@ -126,6 +127,10 @@ class TargetUnavailable(TargetError):
 
 class TargetRefused(TargetError):
     """The target will never take this batch as it is; the target stops and says why."""
+
+
+class SchemaChanged(MillstreamError):
+    """A change of a table does not fit the columns of the DataFrame it is to be read into."""
 
 
 class StateError(MillstreamError):

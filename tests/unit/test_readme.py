@@ -47,3 +47,11 @@ def test_every_metadata_column_is_explained() -> None:
     assert isinstance(schema(relation), pa.Schema)
     for name in METADATA:
         assert f"`{name}`" in README, f"the README does not explain {name}"
+
+
+def test_the_options_of_the_format_are_right() -> None:
+    from millstream.spark.format_options import FormatOptions
+
+    (shown,) = [block for block in blocks("python") if "readStream" in block]
+    given = dict(re.findall(r'(\w+)="([^"]+)"', shown))
+    assert FormatOptions.parse(given).table == "public.orders"

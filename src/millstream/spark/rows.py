@@ -6,7 +6,7 @@ Used by every task that decodes: those that stage for a target, and those of the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
 import pyarrow as pa
@@ -24,6 +24,9 @@ CHUNK_BYTES = 16 << 20
 
 SHARED_BYTES = 64 << 20
 """How much of the bytes that several relations share a task keeps open."""
+
+OpenOne = Callable[[Slice, Sequence[str], SeqRange], pa.RecordBatch]
+"""Opens one slice: `open_slice`, or what does the same in a case that it leaves to the caller."""
 
 MESSAGES = 0
 """The relation id of logical messages, which belong to no table of the source."""
@@ -49,8 +52,11 @@ class Opener:
     it would read, check and parse the same bytes for each: more work than all the rest.
     """
 
-    def __init__(self, locations: tuple[str, ...], slices: Sequence[tuple[Slice, SeqRange]]) -> None:
+    def __init__(
+        self, locations: tuple[str, ...], slices: Sequence[tuple[Slice, SeqRange]], open_one: OpenOne = open_slice
+    ) -> None:
         self._locations = locations
+        self._open_one = open_one
         self._held: dict[Slice, pa.RecordBatch] = {}
         stretches: dict[tuple[str, int, int], list[tuple[Slice, SeqRange]]] = defaultdict(list)
         for piece, span in slices:
@@ -59,12 +65,12 @@ class Opener:
         for (_, _, length), sharing in stretches.items():
             room -= length
             if len(sharing) > 1 and room >= 0:
-                self._held.update((piece, open_slice(piece, locations, span)) for piece, span in sharing)
+                self._held.update((piece, open_one(piece, locations, span)) for piece, span in sharing)
 
     def open(self, piece: Slice, span: SeqRange) -> pa.RecordBatch:
         """The rows of a slice that lie in the batch. Once per slice."""
         held = self._held.pop(piece, None)
-        return open_slice(piece, self._locations, span) if held is None else held
+        return self._open_one(piece, self._locations, span) if held is None else held
 
 
 class Rows:

@@ -1,0 +1,1 @@
+"""Rows as others want to read them, made by column."""
