@@ -74,6 +74,12 @@ def removable(entries: Sequence[Entry], segment: int, *, open_rows: int) -> tupl
     return tuple(entries[: _whole(entries, min(upto, _most(entries, open_rows)))])
 
 
+def at_most(entries: Sequence[Entry], most: int) -> tuple[Entry, ...]:
+    """The oldest of these, so many, or more if a transaction goes on beyond them: it goes whole."""
+    whole = (count for count in range(most, len(entries)) if _whole(entries, count) == count)
+    return tuple(entries[: next(whole, len(entries))])
+
+
 def _most(entries: Sequence[Entry], open_rows: int) -> int:
     """How many of the oldest segments can go at all: sealed ones, and not the last one with rows."""
     sealed = next((count for count, entry in enumerate(entries) if not entry.sealed), len(entries))

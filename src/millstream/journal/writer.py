@@ -31,7 +31,7 @@ from millstream.journal.pending import FLUSH_BYTES, Pending
 from millstream.journal.pruned import Pruned
 from millstream.journal.recovery import recover
 from millstream.journal.relations import RelationLog
-from millstream.journal.retention import PruneRequest, due, pruned_after, removable
+from millstream.journal.retention import PruneRequest, at_most, due, pruned_after, removable
 from millstream.journal.sealing import Sealer
 from millstream.journal.segment import remove_segment, segment_name
 from millstream.journal.tail import Tail
@@ -294,7 +294,7 @@ class JournalWriter:
             failpoint("journal.superseded_dropped")
 
     def retain(self, rule: Retention, lowest: int | None, now: float, most: int) -> Pruned | None:
-        """Forget what is over the limits of `rule` and no longer needed, at most so many segments.
+        """Forget what is over the limits of `rule` and no longer needed, about so many segments at most.
 
         `lowest` is the lowest seq that a target stands at; None: nobody needs anything. Not inside
         a transaction. None if nothing had to go.
@@ -303,8 +303,9 @@ class JournalWriter:
         size = mark.length + mark.index_entries * INDEX.itemsize + mark.cut_entries * CUTS.itemsize
         found = due(
             self._manifest.entries, rule, open_bytes=size, open_rows=mark.rows, lowest=lowest, now_us=int(now * 1e6)
-        ).entries[:most]
-        return self.prune(found[-1].number) if found else None
+        )
+        going = at_most(found.entries, most)
+        return self.prune(going[-1].number) if going else None
 
     def prune(self, segment: int) -> Pruned | None:
         """Forget all closed segments up to this one, as far as transactions end with them.

@@ -257,3 +257,17 @@ def test_a_request_is_done_once_and_removed(tmp_path: Path) -> None:
     assert not (tmp_path / "j/prune-request.json").exists()
     assert describe(tmp_path / "j").retained.pruned == pruned
     writer.close()
+
+
+def test_a_transaction_over_more_segments_than_go_at_a_time_goes_too(tmp_path: Path) -> None:
+    maker = Maker()
+    writer = create(tmp_path / "j", segment_bytes=3000, flush_bytes=800)
+    for one in [maker.transaction(900), maker.transaction(60), maker.transaction(1)]:
+        append_in_parts(writer, one, 40)
+        writer.commit()
+    seal_everything(writer)
+    assert len(writer._manifest.entries) > 6
+    pruned = writer.retain(EVERYTHING, None, NOW, most=2)
+    assert pruned is not None
+    assert pruned.seq >= 900
+    writer.close()
