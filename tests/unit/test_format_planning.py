@@ -103,17 +103,20 @@ def test_one_dataframe_always_means_the_same_changes(journal: Journal) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"startingSeq": 10}, "startingSeq 10 is not retained: the journal begins at seq 11"),
+        ({"startingSeq": 10}, "startingSeq 10 is not in the journal: it begins at seq 11"),
         ({"startingSeq": 18}, "startingSeq 18 is beyond the journal's end, seq 16"),
         ({"endingSeq": 17}, "endingSeq 17 is beyond the journal's end, seq 16"),
         ({"startingSeq": 14, "endingSeq": 12}, "endingSeq 12 is before the start, which is seq 14"),
         (
             {"startingPosition": "0/1"},
-            "0/1 is not in the journal, which has 00000000/000003E8 (seq 11)",
+            "position 00000000/00000001 is before the beginning of the journal, 00000000/000003E8",
         ),
-        ({"startingPosition": "FF/0"}, "startingPosition FF/0 is not in the journal"),
+        ({"startingPosition": "FF/0"}, "position 000000FF/00000000 is beyond what the journal covers"),
         ({"startingPosition": "seven"}, "`startingPosition`: 'seven' is not a log position such as 0/16B3748"),
-        ({"startingTimestamp": "1969-01-01"}, "the asked time is before the earliest in the journal, 1970-01-01"),
+        (
+            {"startingTimestamp": "1969-01-01"},
+            "1969-01-01T00:00:00+00:00 is before the beginning of the journal",
+        ),
     ],
 )
 def test_what_the_journal_does_not_have_is_said_with_what_it_has(
@@ -323,12 +326,12 @@ def test_the_first_batch_starts_where_it_did_when_it_comes_again(journal: Journa
 def test_who_goes_on_from_a_checkpoint_need_not_have_its_start_any_more(journal: Journal) -> None:
     fill(journal, 2)
     reader = stream_of(journal, table=T, startingSeq=1)
-    with pytest.raises(OutOfRange, match="begins at seq 11"):
+    with pytest.raises(OutOfRange, match="startingSeq 1 is not in the journal: it begins at seq 11"):
         reader.initialOffset()
     journal_id = JournalReader(journal.locations).header().journal_id
     _, found = run_once(reader, {"journal": journal_id, "start": 0, "seq": 12})
     assert found == [13]
-    with pytest.raises(OutOfRange, match="the journal starts at seq 11; seq 6 is not retained"):
+    with pytest.raises(OutOfRange, match="seq 6 is not in the journal: it begins at seq 11"):
         run_once(reader, {"journal": journal_id, "start": 0, "seq": 5})
 
 

@@ -14,13 +14,13 @@ from pyspark.sql.types import StructType
 
 from millstream import changelog
 from millstream.errors import ConfigError, JournalMismatch, MillstreamError, OutOfRange
-from millstream.journal import Head, Header, JournalReader, rows
+from millstream.journal import Head, Header, JournalReader
 from millstream.journal.format import Slice
 from millstream.journal.index import column
 from millstream.journal.slices import read_slice
 from millstream.model import Relation, SeqRange
 from millstream.sources.decoders import messages
-from millstream.sources.positions import format_position, parse_position
+from millstream.sources.positions import parse_position
 from millstream.spark.format_options import FormatOptions
 from millstream.spark.rows import MESSAGES
 from millstream.wire.envelope import ENVELOPE
@@ -98,18 +98,15 @@ def settle(options: FormatOptions) -> Reading:
 
 
 def _start(options: FormatOptions, journal: JournalReader, header: Header, head: Head) -> int:
-    first = journal.first_seq()
     if options.starting_position is not None:
-        return _at_position(options.starting_position, journal, header, first)
+        return journal.seq_at_position(_position(options.starting_position, header))
     if options.starting_timestamp_us is not None:
         return journal.seq_at_time(options.starting_timestamp_us)
+    first = journal.first_seq()
     if options.starting_seq is None:
         return first - 1
     if options.starting_seq < first:
-        raise OutOfRange(
-            f"startingSeq {options.starting_seq} is not retained: the journal begins at seq {first}",
-            hint=f"start at {first}, or with startingSeq=earliest",
-        )
+        raise journal.retained().earliest.refuse(f"startingSeq {options.starting_seq}", header.source_kind)
     if options.starting_seq > head.seq + 1:
         raise OutOfRange(
             f"startingSeq {options.starting_seq} is beyond the journal's end, seq {head.seq}",
@@ -118,22 +115,11 @@ def _start(options: FormatOptions, journal: JournalReader, header: Header, head:
     return options.starting_seq - 1
 
 
-def _at_position(text: str, journal: JournalReader, header: Header, first: int) -> int:
+def _position(text: str, header: Header) -> int:
     try:
-        return journal.seq_at_position(parse_position(header.source_kind, text))
+        return parse_position(header.source_kind, text)
     except ConfigError as wrong:
         raise ConfigError(f"option `startingPosition`: {wrong.message}", hint=wrong.hint) from None
-    except OutOfRange:
-        earliest = header.start_position
-        if first > header.first_seq:
-            earliest = int(column(next(rows(journal, SeqRange(first - 1, first))), "commit_position")[0])
-        head = journal.head()
-        covered = head.covered if head else earliest
-        raise OutOfRange(
-            f"startingPosition {text} is not in the journal, which has {format_position(header.source_kind, earliest)} "
-            f"(seq {first}) to {format_position(header.source_kind, covered)}",
-            hint="start at the earliest, or take a new snapshot",
-        ) from None
 
 
 def newest_schema(reading: Reading) -> tuple[Reading, StructType]:
