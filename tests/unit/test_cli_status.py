@@ -120,6 +120,20 @@ def test_a_running_stream_shows_how_far_it_is(home: Home, journal: Journal) -> N
     assert "hunter2" not in text + json.dumps(found)
 
 
+def test_how_the_log_is_read_is_shown_while_it_is_read(home: Home) -> None:
+    said = {"mode": "streaming", "behind_bytes": 3 << 20, "bulk_refused": "no free slot"}
+    report = CaptureReport("running", 77, source=said).to_json()
+    with home.lock():
+        save(home, Runtime("shop", "", StreamState.RUNNING, report))
+        source = status(home)["streams"][0]["source"]
+        text = millstream(home).stdout
+    assert {key: source[key] for key in said} == said
+    assert "reading the log: streaming, 3.0 MiB behind" in text
+    assert "source shop: not read in bulk: no free slot" in text
+    stopped = status(home)["streams"][0]["source"]
+    assert (stopped["mode"], stopped["behind_bytes"], stopped["bulk_refused"]) == (None, None, None)
+
+
 def test_the_lag_is_the_age_of_the_oldest_change_that_is_missing(home: Home, journal: Journal) -> None:
     save(home, cursors=(cursor(journal, 2),))
     committed = datetime.fromtimestamp(1200 * 1000 / 1_000_000, UTC)  # the second transaction's, see the fixture

@@ -70,11 +70,9 @@ def test_nothing_comes_out_before_the_commit_arrives(tmp_path: Path) -> None:
     r.feed(pg.begin(100), pg.relation(10), pg.change("I", 10))
     r.feed(pg.change("I", 10))
     assert r.rows == []
-    assert r.assembler.in_transaction
     blocks = r.feed(pg.commit(100, 140))
     assert [block.open_transaction for block in blocks if block.rows] == [True, False]
     assert [facts(row)[0] for row in r.rows] == [0, 1]
-    assert not r.assembler.in_transaction
 
 
 def test_a_transaction_that_ends_in_the_run_of_its_last_row_stays_together(tmp_path: Path) -> None:
@@ -286,3 +284,21 @@ def _blocks_end_where_transactions_do(blocks: list[Block]) -> None:
         goes_on = following is not None and following.rows.column("commit_position")[0] == last
         assert block.open_transaction == goes_on
         assert not (block.open_transaction and block.progress)
+
+
+def test_another_session_may_send_again_what_has_come_out(tmp_path: Path) -> None:
+    r = rig(tmp_path)
+    r.feed(pg.begin(100), pg.relation(10), pg.change("I", 10), pg.commit(100, 140), pg.begin(150), pg.change("I", 10))
+    r.assembler.restart()
+    r.feed(pg.begin(100), pg.relation(10), pg.change("I", 10), pg.commit(100, 140))
+    r.feed(pg.begin(150), pg.change("I", 10), pg.change("U", 10), pg.commit(150, 160))
+    assert [facts(row)[:4] for row in r.rows] == [(0, "c", 100, 140), (0, "c", 150, 160), (1, "u", 150, 160)]
+
+
+def test_a_position_is_covered_once_and_never_inside_a_transaction(tmp_path: Path) -> None:
+    r = rig(tmp_path)
+    assert [r.assembler.cover(position).progress for position in (50, 50, 40, 60)] == [50, None, None, 60]
+    r.feed(pg.begin(100), pg.relation(10), pg.change("I", 10))
+    with pytest.raises(ProtocolError, match="in the middle of a transaction"):
+        r.assembler.cover(200)
+    assert r.assembler.received == 60

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 
+import numpy as np
 import pytest
 
 from millstream.sources.postgres.pgoutput import (
@@ -12,6 +13,7 @@ from millstream.sources.postgres.pgoutput import (
     Keepalive,
     ProtocolError,
     frame,
+    frame_rows,
     parse_keepalive,
     parse_relation,
     parse_truncate,
@@ -86,3 +88,51 @@ def test_a_keepalive_says_whether_it_wants_an_answer() -> None:
 def test_a_status_update_tells_received_and_acknowledged_apart() -> None:
     sent = status_update(written=20, flushed=10, unix_us=UNIX_OF_2000_US + 5)
     assert struct.unpack(">cqqqqB", sent) == (b"r", 20, 10, 10, 5, 0)
+
+
+HEADER = b"PGCOPY\n\xff\r\n\0" + struct.pack(">II", 0, 0)
+END = b"\xff\xff"
+
+
+def row(message: bytes) -> bytes:
+    return struct.pack(">hi", 1, len(message)) + message
+
+
+def frame_copy(*messages: bytes, first: bool = True):
+    return frame_rows(b"".join(messages), np.array([len(m) for m in messages], np.int64), first=first, clock=7)
+
+
+def test_rows_of_a_copy_are_cut_as_messages_of_a_stream_are() -> None:
+    sent = [message[25:] for message in (pg.begin(5), pg.change("I", 16384, b"Nabc"), pg.commit(5, 8))]
+    whole = frame_copy(HEADER + row(sent[0]), row(sent[1]), row(sent[2]), END)
+    assert [whole.payload(n) for n in range(3)] == sent
+    assert whole.tag.tolist() == list(b"BIC")
+    assert whole.sent_at(np.array([0, 2])).tolist() == [7, 7]
+    later = frame_copy(row(sent[1]), row(sent[2]), END, first=False)
+    assert [later.payload(n) for n in range(len(later))] == sent[1:]
+
+
+def test_a_copy_without_rows_and_a_piece_without_messages_are_empty() -> None:
+    assert len(frame_copy(HEADER + END)) == 0
+    assert len(frame_copy(HEADER, END)) == 0
+    assert len(frame_copy(first=False)) == 0
+
+
+def test_the_header_of_a_copy_can_be_longer() -> None:
+    longer = HEADER[:-4] + struct.pack(">I", 3) + b"abc"
+    assert frame_copy(longer + row(b"Bx"), END).payload(0) == b"Bx"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        (row(b"B"),),
+        (HEADER + row(b"B"), b"\0\0"),
+        (HEADER + row(b"B"), struct.pack(">hi", 2, 1) + b"B"),
+        (HEADER + row(b"B"), struct.pack(">hi", 1, 9) + b"B"),
+        (HEADER + struct.pack(">hi", 1, -1) + b"B",),
+    ],
+)
+def test_bytes_that_are_no_copy_of_one_column_are_refused(messages: tuple[bytes, ...]) -> None:
+    with pytest.raises(ProtocolError, match="the server sent"):
+        frame_copy(*messages)

@@ -39,7 +39,7 @@ def drain(made: Rig, backlog: Backlog) -> Taken:
     """Time from capture's connection to the server until the last change is durable and visible in the journal."""
     journal = made.scratch("run") / "journal"
     with backlog.cut_off(journal) as line, backlog.connect() as connection:
-        supervisor = Supervisor(CaptureOrder(backlog.source(), journal), Observers())
+        supervisor = Supervisor(CaptureOrder(backlog.source(catch_up="streaming"), journal), Observers())
         supervisor.start()
         try:
             # It finds the line cut and waits: from here on nothing of its own start is in the way.

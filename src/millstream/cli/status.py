@@ -57,6 +57,10 @@ def _print_stream(stream: StreamStatus) -> None:
         f"{f', pid {source.pid}' if source.pid else ''}; journal {end}; "
         f"retained on the source {size(source.retained_bytes)}"
     )
+    if source.mode is not None:
+        out.print(f"  reading the log: {source.mode}, {size(source.behind_bytes)} behind")
+    if source.bulk_refused:
+        out.print(f"  source {source.name}: not read in bulk: {source.bulk_refused}", style="yellow")
     table = Table(box=None, padding=(0, 2, 0, 2))
     for column in ("target", "state", "seq", "position", "behind", "oldest", "events", "batches", "epoch"):
         table.add_column(column, justify="left" if column in ("target", "state", "position") else "right")

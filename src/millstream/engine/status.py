@@ -85,6 +85,12 @@ class SourceStatus:
     """and what the journal's segments take on disk."""
     retained_bytes: int | None
     """How much log the source keeps for us, as it last said."""
+    mode: str | None
+    """How the log is read: `streaming` or `bulk`; None while it is not."""
+    behind_bytes: int | None
+    """How much log the source has beyond what was read, as it last said."""
+    bulk_refused: str | None
+    """Why the source could not be read in bulk when that was last wanted."""
     error: str | None
     hint: str | None
 
@@ -241,6 +247,9 @@ def _source(source: Mapping[str, Any], runtime: Runtime | None, journal: _Journa
         oldest_commit_at=_time(journal.retained.oldest_ts_us) if journal.retained else None,
         journal_bytes=journal.retained.bytes if journal.retained else None,
         retained_bytes=_retained(report.source),
+        mode=report.source.get("mode") if alive else None,
+        behind_bytes=report.source.get("behind_bytes") if alive else None,
+        bulk_refused=report.source.get("bulk_refused") if alive else None,
         error=report.error or journal.error,
         hint=report.hint,
     )

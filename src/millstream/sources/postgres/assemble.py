@@ -74,7 +74,7 @@ class _Transactions:
 
 
 class Assembler:
-    """Takes frames in the order they arrived, gives blocks. One per connection; not for threads."""
+    """Takes frames in the order they arrived, gives blocks. One per session of the server, or `restart`."""
 
     def __init__(self, start: int, register: Callable[[Relation], int], spool: Spool, *, budget: int = BUDGET) -> None:
         """Transactions that end at or before `start` are dropped. `register` gives a relation's id."""
@@ -93,9 +93,9 @@ class Assembler:
         self._ids = np.zeros(1, dtype=np.int32)
 
     @property
-    def in_transaction(self) -> bool:
-        """Whether a transaction has begun and not ended."""
-        return self._open is not None
+    def spooling(self) -> bool:
+        """Whether a transaction has begun that is too large for memory, and has not ended."""
+        return self._spool.batches > 0
 
     def feed(self, frames: Frames) -> Iterator[Block]:
         """The blocks that this run of messages completes. Must be exhausted before the next call.
@@ -112,6 +112,18 @@ class Assembler:
         relation = self._map_relations(frames, row_message, oid)
         rows, of = self._build(frames, transactions, row_message, relation)
         yield from self._emit(frames, transactions, rows, of)
+
+    def cover(self, position: int) -> Block:
+        """The source has nothing more that ends at or before `position`; the block that says so."""
+        if self._open is not None:
+            raise ProtocolError("the server ended in the middle of a transaction")
+        before, self.received = self.received, max(self.received, position)
+        return Block(progress=self.received if self.received > before else None)
+
+    def restart(self) -> None:
+        """Another session sends the log from `received` on, or from before it: what has come out is dropped."""
+        self.discard()
+        self._start = self.received
 
     def discard(self) -> None:
         """Forget a transaction that was not finished: the connection is gone."""
@@ -210,7 +222,7 @@ class Assembler:
             last = last.take(_integers(np.flatnonzero(wanted[of[:whole]])))
         if self._open is not None and closed:
             if wanted[0]:
-                yield from self._release(int(found.resume_position[0]), goes_on=whole > 0 and of[0] == 0)
+                yield from self._release(int(found.resume_position[0]), goes_on=bool(whole > 0 and of[0] == 0))
             self.discard()
         progress = self._advance(frames, found)
         if last.num_rows and last.column(_RESUME)[-1].as_py() == progress:

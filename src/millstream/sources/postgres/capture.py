@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import select
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import psycopg
@@ -25,13 +25,13 @@ from psycopg import pq
 from psycopg.conninfo import make_conninfo
 from psycopg.pq.abc import PGconn
 
-from millstream.errors import SourceHalted, SourceUnavailable
+from millstream.errors import SourceUnavailable
 from millstream.failpoint import failpoint
 from millstream.sources.base import Block
 from millstream.sources.postgres.assemble import Assembler
-from millstream.sources.postgres.connection import translate
+from millstream.sources.postgres.connection import literal, translate
 from millstream.sources.postgres.lsn import format_lsn
-from millstream.sources.postgres.pgoutput import Keepalive, ProtocolError, frame, status_update
+from millstream.sources.postgres.pgoutput import Keepalive, frame, status_update
 
 RUN_BYTES = 2 << 20
 """A run of messages is handed on at this size,"""
@@ -84,7 +84,7 @@ class Replication:
 
     def start(self, slot: str, position: int, options: Mapping[str, str]) -> None:
         """Begin to stream. The caller has made sure that going on from `position` is exact."""
-        chosen = ", ".join(f"{name} {_literal(value)}" for name, value in options.items())
+        chosen = ", ".join(f"{name} {literal(value)}" for name, value in options.items())
         statement = f'START_REPLICATION SLOT "{slot}" LOGICAL {format_lsn(position)} ({chosen})'
         result = self._connection.exec_(statement.encode())
         if result.status != pq.ExecStatus.COPY_BOTH:
@@ -102,11 +102,15 @@ class Replication:
         """What the server was last told that it may forget."""
         return self._sent_ack
 
-    def blocks(self) -> Iterator[Block]:
-        """Blocks for ever, at least every 100 ms. Raises SourceUnavailable when the stream ends."""
+    def blocks(self, leave: Callable[[], bool]) -> Iterator[Block]:
+        """Blocks until `leave` says so, at least every 100 ms. Raises SourceUnavailable when the stream ends.
+
+        When the last block has come, everything up to the assembler's `received` has been handed over, and
+        nothing of what follows. A transaction that is too large for memory is not left in its middle.
+        """
         wait = IDLE_SECONDS
         try:
-            while True:
+            while self._assembler.spooling or not leave():
                 messages, sizes = self._read(wait)
                 if not messages:
                     wait = IDLE_SECONDS
@@ -118,10 +122,8 @@ class Replication:
                         self.tell()
                     self._answer(self._assembler.keepalives)
                 self.tell()
-        except ProtocolError as broken:
-            raise SourceHalted(str(broken), hint="the server speaks another protocol than it agreed to") from broken
         finally:
-            self._assembler.discard()
+            self._assembler.restart()
 
     def tell(self, *, now: bool = False) -> None:
         """Send a status update if one is due, or at once."""
@@ -235,7 +237,3 @@ class Replication:
     def _lost(self, lost: psycopg.Error) -> SourceUnavailable:
         # libpq's message quotes the server's, which is read from the result where there is one.
         return SourceUnavailable(f"the replication connection was lost ({type(lost).__name__})")
-
-
-def _literal(value: str) -> str:
-    return "'" + value.replace("'", "''") + "'"

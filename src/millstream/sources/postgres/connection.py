@@ -5,6 +5,7 @@ They are given at connection start, read back, and recorded in the journal's hea
 
     connect(spec, options)              -> psycopg.Connection   autocommit, for catalog, preflight, checks
     connect_replication(spec, options)  -> psycopg.pq.PGconn    replication=database, for slot and stream
+    connect_session(spec, options)      -> psycopg.pq.PGconn    plain, for statements that are waited for in turns
     command(pgconn, "IDENTIFY_SYSTEM")  -> list of rows of text
     session_settings(pgconn)            -> dict, for the identity
 
@@ -120,7 +121,15 @@ def connect(spec: SourceSpec, options: PostgresOptions, *, application_name: str
 
 def connect_replication(spec: SourceSpec, options: PostgresOptions, *, application_name: str | None = None) -> PGconn:
     """A raw connection to a walsender of the database, with the same settings. Call `finish()` on it."""
-    parameters = _parameters(spec, options, application_name) | {"replication": "database"}
+    return _connect_raw(_parameters(spec, options, application_name) | {"replication": "database"}, options)
+
+
+def connect_session(spec: SourceSpec, options: PostgresOptions, *, application_name: str | None = None) -> PGconn:
+    """A raw connection to a plain session, with the same settings and no timeouts. Call `finish()` on it."""
+    return _connect_raw(_parameters(spec, options, application_name), options)
+
+
+def _connect_raw(parameters: Mapping[str, str], options: PostgresOptions) -> PGconn:
     *others, last = _attempts(parameters)
     for attempt in others:
         try:
@@ -254,6 +263,11 @@ def translated(doing: str) -> Iterator[None]:
         message = error.diag.message_primary or "the connection was lost"
         state = error.sqlstate if error.diag.message_primary else None
         raise translate(state, message, doing) from None
+
+
+def literal(value: str) -> str:
+    """A text as SQL and the replication commands write it."""
+    return "'" + value.replace("'", "''") + "'"
 
 
 def where(spec: SourceSpec) -> str:

@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from millstream.config.units import parse_duration_ms
+from millstream.config.units import parse_duration_ms, parse_size
 from millstream.errors import ConfigError
 from millstream.model import SourceSpec
 
@@ -33,6 +33,10 @@ _NAME_BYTES = 63 - len(INSERT_SUFFIX)
 
 Duration = Annotated[int, BeforeValidator(parse_duration_ms)]
 """Milliseconds; written as `10s`, `500ms`, `1m`."""
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+"""Bytes; written as `64MiB`, `1GiB`."""
 
 
 class PostgresOptions(BaseModel):
@@ -82,6 +86,17 @@ class PostgresOptions(BaseModel):
         "any", description="`none` leaves out changes that were themselves replicated to the source. Needs Postgres 16."
     )
     messages: bool = Field(True, description="Whether logical messages (pg_logical_emit_message) are captured.")
+    catch_up: Literal["auto", "streaming"] = Field(
+        "auto",
+        description="`auto` reads the log in bulk, through a temporary copy of the slot, while capture is far behind. "
+        "`streaming` never does.",
+    )
+    catch_up_behind: Size = Field(
+        64 << 20,
+        ge=64 << 10,
+        description="How far the journal must be behind the end of the source's log for bulk reading to begin; it "
+        "ends at a quarter of that.",
+    )
     failover: bool = Field(
         False, description="Create the slot so that it is synchronised to standbys. Needs Postgres 17."
     )

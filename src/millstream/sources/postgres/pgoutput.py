@@ -1,7 +1,8 @@
 """The messages of Postgres' output plugin `pgoutput` (protocol version 1), framed by array.
 
 A replication connection hands over CopyData messages one by one: `w` carries one pgoutput message
-behind a header of 25 bytes (position, end of log, clock), `k` is a keepalive. Nothing is done per
+behind a header of 25 bytes (position, end of log, clock), `k` is a keepalive. A binary COPY of the
+same messages, which is how they are read in bulk, has one message per row. Nothing is done per
 message in Python: a run of them is joined once, and the fields that frame it are gathered from
 the joined bytes with numpy. Only the rare kinds (relation, truncate, keepalive) are parsed here
 one at a time. Values of rows are never looked at.
@@ -54,6 +55,11 @@ _HEARTBEAT = HEARTBEAT_PREFIX.encode() + b"\0"
 _MESSAGE_PREFIX_AT = 10  # tag, flags, lsn
 
 
+_COPY_SIGNATURE: Final = b"PGCOPY\n\xff\r\n\0"
+_COPY_END: Final = b"\xff\xff"
+_ROW_HEADER: Final = 6  # count of fields, length of the first
+
+
 class ProtocolError(Exception):
     """Bytes that are no message of pgoutput version 1, or in an order it never sends."""
 
@@ -67,6 +73,8 @@ class Frames:
     end: Ints
     tag: Bytes
     """The pgoutput tag, or KEEPALIVE (no pgoutput message uses that letter)."""
+    clock: int | None = None
+    """The server's clock for all messages, where they carry none of their own."""
 
     def __len__(self) -> int:
         return len(self.at)
@@ -98,7 +106,9 @@ class Frames:
         return self.raw[self.at[index] : self.end[index]]
 
     def sent_at(self, indexes: Ints) -> Ints:
-        """When the server sent these messages, in its own microseconds (from the header)."""
+        """When the server sent these messages, in its own microseconds."""
+        if self.clock is not None:
+            return np.full(len(indexes), self.clock, dtype=np.int64)
         return self.int64(self.at[indexes] - 8)
 
     def is_heartbeat(self, index: int) -> bool:
@@ -120,6 +130,36 @@ def frame(messages: Sequence[bytes | memoryview], sizes: Sequence[int]) -> Frame
         raise ProtocolError("the server sent a replication message that is too short")
     at = np.where(data, start + HEADER, start)
     return Frames(raw, at, end, octets[at])
+
+
+def frame_rows(raw: bytes, sizes: Ints, *, first: bool, clock: int) -> Frames:
+    """What `frame` does, for rows of a binary COPY of one column, which are the pgoutput messages.
+
+    The server sends each row in a CopyData message of its own, `sizes` long; the header of the copy
+    stands in front of its `first` row, and its end mark is a message too. Raises ProtocolError for
+    bytes that are no such copy.
+    """
+    end = np.cumsum(sizes)
+    start = end - sizes
+    if first and len(start):
+        start[0] += _copy_header(raw)
+    whole = end - start > _ROW_HEADER
+    if not all(raw[at:to] in (b"", _COPY_END) for at, to in zip(start[~whole], end[~whole], strict=True)):
+        raise ProtocolError("the server sent a row that is too short")
+    start, end = start[whole], end[whole]
+    frames = Frames(raw, start + _ROW_HEADER, end, np.zeros(0, dtype=np.uint8), clock)
+    fields, length = frames.uint32(start) >> 16, frames.uint32(start + 2)
+    if np.any(fields != 1) or np.any(length != end - frames.at):
+        raise ProtocolError("the server sent a row that is not one column of bytes")
+    return Frames(raw, frames.at, end, frames.octets[frames.at], clock)
+
+
+def _copy_header(raw: bytes) -> int:
+    """How long the header is with which a binary COPY begins."""
+    if not raw.startswith(_COPY_SIGNATURE):
+        raise ProtocolError("the server sent no binary copy")
+    (extension,) = struct.unpack_from(">I", raw, len(_COPY_SIGNATURE) + 4)
+    return len(_COPY_SIGNATURE) + 8 + int(extension)
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,23 @@ from millstream.observe import Event, Level
 from millstream.sources.base import Block, Finding, Registrar, Severity, SourceIdentity
 from millstream.sources.postgres import catalog
 from millstream.sources.postgres.assemble import Assembler
-from millstream.sources.postgres.capture import Replication
 from millstream.sources.postgres.checks import build_identity, check_before_start
-from millstream.sources.postgres.connection import Connection, command, connect, connect_replication, translated
+from millstream.sources.postgres.connection import (
+    Connection,
+    command,
+    connect,
+    connect_replication,
+    connect_session,
+    translated,
+)
 from millstream.sources.postgres.lsn import format_lsn
 from millstream.sources.postgres.membership import Publication
 from millstream.sources.postgres.options import PostgresOptions
 from millstream.sources.postgres.pgoutput import HEARTBEAT_PREFIX
 from millstream.sources.postgres.preflight import preflight
 from millstream.sources.postgres.publication import drift_error, sync_publications, watch_publications
+from millstream.sources.postgres.reading import Reading
+from millstream.sources.postgres.session import Session
 from millstream.sources.postgres.slot import ensure_slot, lock_source, slot_info
 from millstream.sources.postgres.spool import Spool
 
@@ -54,7 +62,8 @@ class PostgresSource:
         self._tell = tell or (lambda _: None)
         self._control: Connection | None = None
         self._stream: PGconn | None = None
-        self._replication: Replication | None = None
+        self._reading: Reading | None = None
+        self._identity: SourceIdentity | None = None
         self._published: Mapping[str, Publication] | None = None
         self._acked = 0
         self._status: Json = {}
@@ -92,6 +101,7 @@ class PostgresSource:
     def check(self, identity: SourceIdentity, end: int) -> None:
         """Every way in which server and journal can have come apart; then the patterns as they are now."""
         control, stream = self._connections()
+        self._identity = identity
         check_before_start(control, stream, identity, end, self._options, expected=self._published)
         if self._published is None:
             plan = sync_publications(control, self._spec.tables, self._options, first_start=False)
@@ -107,23 +117,31 @@ class PostgresSource:
         assembler = Assembler(
             start, lambda relation: register(catalog.enrich(control, relation, names)), Spool(self._work)
         )
-        replication = Replication(stream, assembler, status_seconds=self._status_seconds(stream))
-        replication.acknowledge(self._acked)
-        replication.start(self._options.slot, start, self._options.plugin_options(stream.server_version))
-        self._replication = replication
+        self._reading = reading = Reading(
+            self._options,
+            assembler,
+            stream=stream,
+            open_stream=self._checked_stream,
+            open_session=lambda: Session(connect_session(self._spec, self._options)),
+            log_end=lambda: _log_end(control),
+            status_seconds=self._status_seconds(stream),
+            tell=self._tell,
+        )
+        self._stream = None  # it is the reading's from here on
+        reading.acknowledge(self._acked)
         self._watched_at = self._heard_at = time.monotonic()
         self._heard = start
-        for block in replication.blocks():
+        for block in reading.blocks():
             yield block
             if not block.open_transaction:
                 self._beat(control, assembler.received)
                 self._watch(control)
 
     def ack(self, position: int) -> None:
-        """Acknowledge with the next status update, which is at most 100 ms away while capture runs."""
+        """Acknowledge with the next status update, which is at most 100 ms away while capture streams."""
         self._acked = max(self._acked, position)
-        if self._replication is not None:
-            self._replication.acknowledge(self._acked)
+        if self._reading is not None:
+            self._reading.acknowledge(self._acked)
 
     def status(self) -> Json:
         """The server's log end and our slot, at most a second old."""
@@ -138,12 +156,12 @@ class PostgresSource:
 
     def close(self) -> None:
         """Send the last acknowledgement if the connection still takes it, and let go of both."""
-        replication, self._replication = self._replication, None
+        reading, self._reading = self._reading, None
         stream, self._stream = self._stream, None
         control, self._control = self._control, None
-        if replication is not None:
-            replication.finish()
-        elif stream is not None:
+        if reading is not None:
+            reading.close()
+        if stream is not None:
             if stream.transaction_status == pq.TransactionStatus.ACTIVE:
                 # Given up while a slot was being made: the server would go on making it without us.
                 stream.get_cancel().cancel()
@@ -154,13 +172,21 @@ class PostgresSource:
     # -- connections -------------------------------------------------------------------------
 
     def _connections(self) -> tuple[Connection, PGconn]:
-        if self._control is not None and self._stream is not None:
-            return self._control, self._stream
-        self.close()
-        self._control = connect(self._spec, self._options)
-        lock_source(self._control, self._options.slot)
-        self._stream = connect_replication(self._spec, self._options)
+        if self._control is None:
+            self.close()
+            self._control = connect(self._spec, self._options)
+            lock_source(self._control, self._options.slot)
+        if self._stream is None:
+            self._stream = connect_replication(self._spec, self._options)
         return self._control, self._stream
+
+    def _checked_stream(self, position: int) -> PGconn:
+        """A new replication connection, on which going on from `position` is exact."""
+        control, stream = self._connections()
+        if self._identity is not None:
+            check_before_start(control, stream, self._identity, position, self._options, expected=self._published)
+        self._stream = None
+        return stream
 
     def _status_seconds(self, stream: PGconn) -> float:
         """Our interval, or a third of what the server waits for us, whichever is shorter."""
@@ -193,9 +219,9 @@ class PostgresSource:
 
     def _ask(self, control: Connection) -> Json:
         info = slot_info(control, self._options.slot)
-        with translated("asking for the end of the log"):
-            row = control.execute("SELECT (pg_current_wal_flush_lsn() - '0/0')::int8").fetchone()
-        said: Json = {"log_end": int(row[0]) if row else 0}
+        said: Json = {"log_end": _log_end(control)}
+        if self._reading is not None:
+            said |= self._reading.status(said["log_end"])
         if info is not None:
             said |= {
                 "slot": info.name,
@@ -218,3 +244,9 @@ class PostgresSource:
 
     def _waits(self, message: str) -> None:
         self._tell(Event("source.waiting", message, Level.WARNING))
+
+
+def _log_end(control: Connection) -> int:
+    with translated("asking for the end of the log"):
+        row = control.execute("SELECT (pg_current_wal_flush_lsn() - '0/0')::int8").fetchone()
+    return int(row[0]) if row else 0

@@ -1,0 +1,238 @@
+"""Reading the log in bulk: much faster than a stream, for a capture that is far behind.
+
+A replication stream sends and polls once per message. Here the server hands over as much as a
+temporary copy of the slot decodes in one call, by binary COPY. The copy lives in a session of its
+own and is gone with it, whatever happens; the slot itself stays where the acknowledgements put it.
+So after any error the journal's end alone says where to go on.
+
+Each call decodes a stretch of the log, and starts to read it where the oldest transaction began
+that was open: what lies between that place and the stretch is read again, though not sent again.
+A stretch is therefore at least twice as long as what is read again for it. The server keeps the
+result of a call in a temporary file, which bounds the stretch.
+
+When the end of a stretch has arrived, the next call is sent before its rows are worked on: server
+and capture are busy at the same time, without threads.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import psycopg
+from psycopg import pq
+
+from millstream.errors import SourceUnavailable
+from millstream.failpoint import failpoint
+from millstream.sources.base import Block
+from millstream.sources.postgres.assemble import Assembler
+from millstream.sources.postgres.connection import literal
+from millstream.sources.postgres.lsn import format_lsn
+from millstream.sources.postgres.pgoutput import Ints, frame_rows
+from millstream.sources.postgres.session import TURN_SECONDS, Refused, Session, Turns, values
+
+STRETCH_BYTES = 64 << 20
+"""The log of one call, at least,"""
+LONGEST_BYTES = 512 << 20
+"""and at most."""
+RESULT_BYTES = 512 << 20
+"""What the server may have to keep of one call, but for a single transaction that is larger."""
+REREAD_BYTES = 4 * LONGEST_BYTES
+"""When each call reads more than this again, that costs more than bulk reading saves."""
+RUN_BYTES = 8 << 20
+"""Rows are framed in pieces of this size."""
+HELD_BYTES = 48 << 20
+"""So much of a result is taken in before any of it is worked on."""
+
+_MESSAGE_BYTES = 128
+"""The size of a message before any was seen."""
+_BURST = 256
+"""Messages taken from libpq at a time."""
+
+Answer = TypeVar("Answer")
+
+
+class BulkRefused(Exception):
+    """The source cannot be read in bulk now, for the reason given; it can be streamed."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the copy of the slot is, and the source with it."""
+
+    position: int
+    """Everything that ends at or before it has been read."""
+    restart: int
+    """Where the next call begins to read."""
+    log_end: int
+    clock: int
+    """The server's clock, as it counts microseconds."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A piece of a result: rows, and whether it is the first piece."""
+
+    raw: bytes
+    sizes: Ints
+    first: bool
+
+
+class BulkReader:
+    """Reads through a copy of a slot. Owns the session. Not for threads."""
+
+    def __init__(self, session: Session, assembler: Assembler, slot: str, options: Mapping[str, str]) -> None:
+        """`options` are those of the output plugin, as a stream has them."""
+        self._session = session
+        self._assembler = assembler
+        self._slot = slot
+        # Unique on the server while the session lives, and within the 63 bytes of a name.
+        self._copy = f"{slot[:50]}_bulk_{session.connection.backend_pid}"
+        self._options = ", ".join(literal(text) for option in options.items() for text in option)
+        self._message_bytes = float(_MESSAGE_BYTES)
+        self.place = Place(0, 0, 0, 0)
+
+    def open(self) -> Turns:
+        """Make the copy and bring it to where the assembler is. Raises BulkRefused."""
+        copy, goal = literal(self._copy), self._assembler.received
+        try:
+            yield from self._session.run(
+                f"SELECT pg_copy_logical_replication_slot({literal(self._slot)}, {copy}, true)"
+            )
+            failpoint("bulk.copy_created")
+            yield from self._locate()
+            if self.place.position < goal:
+                # Reads the log without decoding it, which is all that is needed to skip what we have.
+                yield from self._session.run(f"SELECT pg_replication_slot_advance({copy}, '{format_lsn(goal)}')")
+                yield from self._locate()
+            failpoint("bulk.copy_advanced")
+        except Refused as refused:
+            raise BulkRefused(str(refused)) from None
+
+    def blocks(self, enough: Callable[[int], bool]) -> Iterator[Block]:
+        """Blocks until `enough` says so of the distance to the log's end; it is asked when a call has ended.
+
+        At least every 100 ms. Nothing is left half done when the last block has come. Raises
+        BulkRefused when a stream would be better, and SourceUnavailable when the session ends.
+        """
+        try:
+            self._send()
+            goes_on = True
+            while goes_on:
+                before = self.place.position
+                held: deque[_Run] = deque()
+                yield from self._read(held)
+                failpoint("bulk.chunk_read")
+                goes_on = before < self.place.position and not enough(self.place.log_end - self.place.position)
+                if goes_on:
+                    self._send()
+                while held:
+                    yield from self._feed(held.popleft())
+                yield self._assembler.cover(self.place.position)
+                failpoint("bulk.chunk_appended")
+        except Refused as refused:
+            raise BulkRefused(str(refused)) from None
+        finally:
+            self._assembler.restart()
+
+    def close(self) -> None:
+        """End the session, and the copy with it. Idempotent."""
+        self._session.close()
+
+    # -- one call ----------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        """Begin the next call, unless a stream, which reads everything once, would be faster."""
+        reread = max(0, self.place.position - self.place.restart)
+        if reread > REREAD_BYTES:
+            raise BulkRefused(
+                f"a transaction has been open for {reread >> 20} MiB of log, and each call reads them again"
+            )
+        upto = self.place.position + min(max(STRETCH_BYTES, 2 * reread), LONGEST_BYTES)
+        messages = int(RESULT_BYTES / self._message_bytes)
+        self._session.send(
+            "COPY (SELECT data FROM pg_logical_slot_get_binary_changes("
+            f"{literal(self._copy)}, '{format_lsn(upto)}', {messages}, {self._options})) TO STDOUT (FORMAT binary); "
+            + self._where()
+        )
+
+    def _read(self, held: deque[_Run]) -> Iterator[Block]:
+        """Take in the result of the call: what is too much to be held is worked on at once."""
+        copying = yield from turns(self._session.result())
+        if copying is None or copying.status != pq.ExecStatus.COPY_OUT:
+            raise SourceUnavailable("the source did not begin to copy")
+        size = messages = 0
+        ended, first = False, True
+        while not ended:
+            run, ended = yield from self._take(first)
+            first = False
+            held.append(run)
+            size, messages = size + len(run.raw), messages + len(run.sizes)
+            while not ended and sum(len(one.raw) for one in held) > HELD_BYTES:
+                yield from self._feed(held.popleft())
+        if messages:
+            self._message_bytes = max(size / messages, 16.0)
+        while (result := (yield from turns(self._session.result()))) is not None:
+            if result.status == pq.ExecStatus.TUPLES_OK:
+                self.place = _place(values(result))
+
+    def _take(self, first: bool) -> Generator[Block, None, tuple[_Run, bool]]:
+        """The next piece of the result, and whether it was the last. Per message only what libpq demands."""
+        pieces: list[bytes] = []
+        sizes = array("q")
+        take, measure = self._session.connection.get_copy_data, sizes.append
+        total = size = 0
+        while total < RUN_BYTES and size >= 0:
+            burst: list[memoryview] = []
+            try:
+                for _ in range(_BURST):
+                    size, message = take(1)
+                    if size <= 0:
+                        break
+                    burst.append(message)
+                    measure(size)
+            except psycopg.Error as lost:
+                raise SourceUnavailable(f"the session for bulk reading was lost ({type(lost).__name__})") from None
+            if burst:
+                pieces.append(b"".join(burst))
+                total += len(pieces[-1])
+            if size == 0 and not self._session.await_input(TURN_SECONDS):
+                yield Block()
+        return _Run(b"".join(pieces), np.array(sizes, dtype=np.int64), first), size < 0
+
+    def _feed(self, run: _Run) -> Iterator[Block]:
+        yield from self._assembler.feed(frame_rows(run.raw, run.sizes, first=run.first, clock=self.place.clock))
+
+    # -- the copy ----------------------------------------------------------------------------
+
+    def _locate(self) -> Turns:
+        self.place = _place((yield from self._session.run(self._where())))
+
+    def _where(self) -> str:
+        return (
+            "SELECT (confirmed_flush_lsn - '0/0')::int8, (restart_lsn - '0/0')::int8, "
+            "(pg_current_wal_flush_lsn() - '0/0')::int8, "
+            "(extract(epoch FROM clock_timestamp() - timestamptz '2000-01-01 00:00:00+00') * 1000000)::int8 "
+            f"FROM pg_replication_slots WHERE slot_name = {literal(self._copy)}"
+        )
+
+
+def _place(rows: list[tuple[str | None, ...]]) -> Place:
+    if len(rows) != 1:
+        raise SourceUnavailable("the temporary copy of the slot is gone")
+    return Place(*(int(value or 0) for value in rows[0]))
+
+
+def turns(waiting: Generator[None, None, Answer]) -> Generator[Block, None, Answer]:
+    """An empty block for every turn of a wait."""
+    while True:
+        try:
+            next(waiting)
+        except StopIteration as over:
+            answer: Answer = over.value
+            return answer
+        yield Block()
