@@ -15,6 +15,7 @@
     │   ├── JournalCorrupt     bytes on disk are not what was written
     │   ├── JournalMismatch    a cursor and the journal do not belong together
     │   └── OutOfRange         the asked position is not in the retained journal
+    ├── ExecutorUnfit          transient: an executor of the cluster lacks the package or cannot see the journal
     ├── TargetError
     │   ├── TargetUnavailable  transient: try the batch again later
     │   └── TargetRefused      permanent: this target stops, the others go on
@@ -113,6 +114,12 @@ class JournalMismatch(JournalError):
 
 class OutOfRange(JournalError):
     """The asked seq, position or time lies outside what the journal retains."""
+
+
+class ExecutorUnfit(MillstreamError):
+    """An executor of the cluster lacks what a task needs. Another may have it: the batch is tried again."""
+
+    transient = True
 
 
 class TargetError(MillstreamError):

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,9 +63,17 @@ class Run:
         self.ends: int | MillstreamError = 0
 
     def run(
-        self, streams: Sequence[StreamSpec], *, home: Home, once: bool, master: str | None, observers: Observers
+        self,
+        streams: Sequence[StreamSpec],
+        *,
+        home: Home,
+        once: bool,
+        master: str | None,
+        observers: Observers,
+        conf: Mapping[str, str],
     ) -> int:
-        self.asked = {"streams": [s.name for s in streams], "home": home.path, "once": once, "master": master}
+        names = [stream.name for stream in streams]
+        self.asked = {"streams": names, "home": home.path, "once": once, "master": master, "conf": conf}
         for event in self.events:
             observers.on_event(event)
         if isinstance(self.ends, MillstreamError):
@@ -84,9 +92,10 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_run_hands_files_and_options_to_the_runner(runner: Run, file: Path, tmp_path: Path) -> None:
-    result = invoke("run", file, "--once", "--home", tmp_path / "h", "--master", "local[2]")
+    result = invoke("run", file, "--once", "--home", tmp_path / "h", "--master", "local[2]", "--conf", "spark.a=b=c")
     assert result.exit_code == 0
-    expected = {"streams": ["shop"], "home": tmp_path / "h", "once": True, "master": "local[2]"}
+    conf = {"spark.a": "b=c"}
+    expected = {"streams": ["shop"], "home": tmp_path / "h", "once": True, "master": "local[2]", "conf": conf}
     assert runner.asked == expected
     assert "shop.yaml:4:8: source.uri: a password stands in the URI" in result.stderr
     assert "hunter2" not in result.output
@@ -96,7 +105,22 @@ def test_run_ends_with_the_runners_exit_code(runner: Run, file: Path, monkeypatc
     monkeypatch.setenv("MILLSTREAM_HOME", "/somewhere")
     runner.ends = 1
     assert invoke("run", file).exit_code == 1
-    assert runner.asked == {"streams": ["shop"], "home": Path("/somewhere"), "once": False, "master": None}
+    assert runner.asked == {"streams": ["shop"], "home": Path("/somewhere"), "once": False, "master": None, "conf": {}}
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("executor.memory=2g", "--conf executor.memory: not a setting of Spark's"),
+        ("spark.executor.memory", "--conf spark.executor.memory: not a setting of Spark's"),
+        ("spark.speculation=true", "--conf spark.speculation cannot be changed"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(runner: Run, file: Path, setting: str, said: str) -> None:
+    result = invoke("run", file, "--conf", setting)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert runner.asked == {}
 
 
 def test_an_error_is_a_line_and_a_hint_without_a_traceback(runner: Run, file: Path) -> None:

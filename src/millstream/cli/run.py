@@ -21,6 +21,9 @@ def run(
     once: Annotated[bool, typer.Option("--once", help="Deliver what is committed now, then exit.")] = False,
     home: Home = None,
     master: Annotated[str | None, typer.Option(help="Spark master. Default: local, by the number of cores.")] = None,
+    conf: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting of Spark's; may be repeated.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Say only what is wrong.")] = False,
     json_logs: Annotated[bool, typer.Option("--json-logs", help="Log one JSON object a line.")] = False,
 ) -> None:
@@ -31,11 +34,13 @@ def run(
     # Before Spark is imported: a wrong file is told at once.
     streams = load_streams(files, on_warning=report_warning)
     from millstream.engine import runner
+    from millstream.spark.session import user_settings
 
+    settings = user_settings(conf or [])
     directory = HomeDirectory.locate(home)
     with ExitStack() as stack:
         observers = _observers(stack, directory, quiet=quiet, json_logs=json_logs)
-        code = runner.run(streams, home=directory, once=once, master=master, observers=observers)
+        code = runner.run(streams, home=directory, once=once, master=master, observers=observers, conf=settings)
     raise typer.Exit(code)
 
 

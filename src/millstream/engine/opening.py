@@ -14,6 +14,7 @@ from millstream.failpoint import failpoint
 from millstream.journal import Cut, JournalReader, check_cursor
 from millstream.journal.format import Header
 from millstream.model import Cursor, SeqRange
+from millstream.spark.probe import Needed
 from millstream.spark.stage import StagePlan
 from millstream.state.base import EpochRecord, StateStore
 from millstream.targets.base import ASKING, Target, TargetContext
@@ -71,7 +72,12 @@ class Opening:
         context = self._open_target(header, decision.epoch)
         self._target.recover(self._target.cursor())
         plan = StagePlan(
-            self._locations, header.source_kind, context.event_prefix, decision.after_position, self._target.stager()
+            self._locations,
+            Needed.here({self._locations: header.journal_id}),
+            header.source_kind,
+            context.event_prefix,
+            decision.after_position,
+            self._target.stager(),
         )
         checkpoint = self._root / str(decision.epoch)
         opened = Opened(header, decision.epoch, current.start_seq, decision.seq, decision.reason, checkpoint, plan)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,8 +21,10 @@ from millstream.engine.delivery import DeliveryQuery
 from millstream.engine.home import Home
 from millstream.engine.status import CaptureReport, TargetReport
 from millstream.errors import MillstreamError
+from millstream.journal import JournalReader
 from millstream.model import Cursor, StreamSpec, StreamState
 from millstream.observe import Event, Level, Observers
+from millstream.spark.probe import Needed, is_local, look_at_executors
 from millstream.spark.session import active_session, build_session
 from millstream.state.base import Runtime, StateStore
 from millstream.targets import open_target
@@ -37,16 +39,25 @@ PLAN_GRACE = 60.0
 """Seconds a superseded segment outlives the start of the oldest batch that may refer to it."""
 
 
-def run(streams: Sequence[StreamSpec], *, home: Home, once: bool, master: str | None, observers: Observers) -> int:
+def run(
+    streams: Sequence[StreamSpec],
+    *,
+    home: Home,
+    once: bool,
+    master: str | None,
+    observers: Observers,
+    conf: Mapping[str, str] | None = None,
+) -> int:
     """Run the streams until SIGTERM or SIGINT, or with `once` until what was committed at the start is delivered.
 
-    Returns the exit code: 0 when all is well, 1 when a stream failed. Must be called on the main
-    thread, because it takes the signals.
+    `master` and `conf` are Spark's, for the session that is started if the process has none. Returns
+    the exit code: 0 when all is well, 1 when a stream failed. Must be called on the main thread,
+    because it takes the signals.
     """
     with home.lock():
         store = home.open_state()
         try:
-            return Runner(streams, home, store, once=once, master=master, observers=observers).run()
+            return Runner(streams, home, store, once=once, master=master, observers=observers, conf=conf or {}).run()
         finally:
             store.close()
 
@@ -71,12 +82,14 @@ class Runner:
         once: bool,
         master: str | None,
         observers: Observers,
+        conf: Mapping[str, str],
     ) -> None:
         self._streams = streams
         self._home = home
         self._store = store
         self._once = once
         self._master = master
+        self._conf = conf
         self._observers = observers
         self._stop = threading.Event()
         self._wake = threading.Event()
@@ -98,7 +111,9 @@ class Runner:
                     capture.start()
                 self._await_sources()
                 found = active_session()
-                spark = build_session(self._home.spark_path, self._master, observer=self._observers)
+                spark = build_session(
+                    self._home.spark_path, self._master, extra_conf=self._conf, observer=self._observers
+                )
                 self._spark_is_ours = found is None
                 self._take_signals()  # a new Spark context has taken SIGINT for itself, to cancel jobs by it
                 self._start_deliveries(spark)
@@ -125,6 +140,7 @@ class Runner:
                 if self._stop.wait(TICK):
                     return
                 self._report(everyone=StreamState.CREATED)
+            self._look_at_executors(spark, capture)
             for stream in capture.streams:
                 for target in stream.targets:
                     delivery = DeliveryQuery(
@@ -141,6 +157,17 @@ class Runner:
                     )
                     self._deliveries.append(Running(stream, target.name, delivery))
                     delivery.start()
+
+    def _look_at_executors(self, spark: SparkSession, capture: Capture) -> None:
+        """Tell before the first batch if a cluster is not fit. On one host there is nothing that could differ."""
+        if is_local(spark):
+            return
+        journal_id = JournalReader(capture.locations).header().journal_id
+        found = look_at_executors(spark, Needed.here({tuple(capture.locations): journal_id}))
+        hosts = sorted({executor.host for executor in found})
+        message = f"{len(found)} executors on {', '.join(hosts)} are fit for delivery"
+        fields = {"executors": len(found), "hosts": hosts}
+        self._observers.on_event(Event("spark.executors_fit", message, fields=fields))
 
     def _on_cursor(self, cursor: Cursor) -> None:
         self._wake.set()

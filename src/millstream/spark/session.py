@@ -19,7 +19,7 @@ from pyspark.java_gateway import launch_gateway
 from pyspark.sql import SparkSession
 
 import millstream
-from millstream.errors import DependencyError
+from millstream.errors import ConfigError, DependencyError
 from millstream.observe import Event, Level, Observer, Observers
 from millstream.spark.archive import archive_options
 from millstream.spark.java import Java, find_java
@@ -85,6 +85,31 @@ def build_session(
 def active_session() -> SparkSession | None:
     """The session of this process, if it has one already, whoever started it."""
     return SparkSession.builder.getOrCreate() if SparkContext._active_spark_context is not None else None
+
+
+_SETTLED = {
+    "spark.master": "name it by --master",
+    "spark.speculation": "a second copy of a task at the same time would only cost",
+    "spark.python.daemon.module": "workers start with what a task needs already imported",
+    "spark.sql.session.timeZone": "times are UTC",
+    "spark.driver.extraJavaOptions": "set JDK_JAVA_OPTIONS in the environment instead",
+    "spark.executorEnv.PYTHONPATH": "set PYTHONPATH in the environment instead",
+    "spark.sql.streaming.checkpointFileManagerClass": "the kill tests hold for the one that is set",
+}
+"""Settings that are not the user's to change, and why."""
+
+
+def user_settings(pairs: Sequence[str]) -> dict[str, str]:
+    """Settings of Spark's as `KEY=VALUE` texts. Raises ConfigError for what is no such text or not to be changed."""
+    settings = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.startswith("spark."):
+            raise ConfigError(f"--conf {key}: not a setting of Spark's", hint="write --conf spark.some.key=value")
+        if key in _SETTLED:
+            raise ConfigError(f"--conf {key} cannot be changed", hint=_SETTLED[key])
+        settings[key] = value
+    return settings
 
 
 def _set_environment(home: Path, master: str, java: Java, observer: Observer) -> None:

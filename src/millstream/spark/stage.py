@@ -21,6 +21,7 @@ from millstream.changelog import assemble
 from millstream.errors import MillstreamError, TargetRefused
 from millstream.failpoint import failpoint
 from millstream.model import Json, Relation
+from millstream.spark.probe import Needed, check_myself
 from millstream.spark.rows import Opener, Rows, described
 from millstream.spark.slices import from_rows
 from millstream.targets.base import Attempt, Receipt, Stager
@@ -49,6 +50,7 @@ class StagePlan:
     """What every task of a query knows besides its slices. Constant for a query, small, picklable."""
 
     locations: tuple[str, ...]
+    needed: Needed
     source_kind: str
     event_prefix: str
     after_position: int | None
@@ -76,6 +78,7 @@ def stage(plan: StagePlan, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Rec
 
 
 def _stage(plan: StagePlan, batches: Iterable[pa.RecordBatch], attempt: Attempt) -> Iterator[pa.RecordBatch]:
+    check_myself(plan.needed)
     slices = [piece for batch in batches for piece in from_rows(batch)]
     opener = Opener(plan.locations, slices)
     for (journal_id, relation_id), group in groupby(slices, key=lambda piece: (piece[0].journal_id, piece[0].relation)):

@@ -22,6 +22,7 @@ import json
 import os
 import re
 import shutil
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -275,7 +276,7 @@ class FilesStager:
         if first is None:
             return []
         with _as_target_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            self._make_staging()
             written = self._write(path, first, batches)
         failpoint("files.staged")
         name = f"{self.epoch:06d}-{written.first_seq:020d}-{written.last_seq:020d}-{relation_id:06d}.parquet"
@@ -285,6 +286,17 @@ class FilesStager:
                 relation_id, relation.table, written.rows, written.bytes, written.first_seq, written.last_seq, detail
             )
         ]
+
+    def _make_staging(self) -> None:
+        """The directory above was made by the driver: where it is missing, nobody would find what is staged."""
+        staging = Path(self.staging)
+        try:
+            staging.mkdir(exist_ok=True)
+        except FileNotFoundError:
+            raise TargetUnavailable(
+                f"the executor on {socket.gethostname()} does not see {staging.parent}, which the driver has made",
+                hint="a path of files must be on storage that the driver and every worker share",
+            ) from None
 
     def _write(self, path: Path, first: pa.RecordBatch, rest: Iterator[pa.RecordBatch]) -> _Written:
         rows = 0
