@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from millstream.config import load_streams
+    from millstream.engine.changes import Changes, changes
     from millstream.engine.home import Home
     from millstream.engine.runner import run
     from millstream.engine.status import home_status
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BatchLimits",
+    "Changes",
     "Cursor",
     "Event",
     "Home",
@@ -38,6 +40,7 @@ __all__ = [
     "SourceSpec",
     "StreamSpec",
     "TargetSpec",
+    "changes",
     "fold_with_spark",
     "home_status",
     "load_streams",
@@ -48,6 +51,7 @@ __all__ = [
 
 _ROOMS = {
     "millstream.config": ("load_streams",),
+    "millstream.engine.changes": ("Changes", "changes"),
     "millstream.engine.home": ("Home",),
     "millstream.engine.runner": ("run",),
     "millstream.engine.status": ("home_status",),

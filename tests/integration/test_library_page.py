@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
 
 from tests.fixtures.postgres import Database
 
@@ -24,7 +27,7 @@ def test_the_examples_of_the_library_page_work(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    running, reading = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    running, streaming, reading = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     database.sql("CREATE TABLE orders (id int PRIMARY KEY, note text)")
     names: dict[str, object] = {"uri": database.uri, "home_path": tmp_path / "home"}
@@ -40,3 +43,16 @@ def test_the_examples_of_the_library_page_work(
     (segment,) = (tmp_path / "home" / "journals" / "shop" / "segments").glob("*.arrows")
     with pa.ipc.open_stream(segment.read_bytes()) as stream:
         assert stream.read_all()["seq"].to_pylist() == list(range(1, 51))
+
+    def wait_until_done(query: StreamingQuery) -> None:
+        database.sql("UPDATE orders SET note = 'changed' WHERE id = 7")
+        deadline = time.monotonic() + 60
+        while not any(p["numInputRows"] for p in query.recentProgress):
+            assert query.isActive, query.exception()
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.05)
+
+    names |= {"spark": spark, "work": tmp_path, "wait_until_done": wait_until_done}
+    exec(streaming, names)  # noqa: S102
+    (row,) = spark.read.parquet(str(tmp_path / "orders_log")).collect()
+    assert (row["_ms_op"], row["id"], row["note"]) == ("u", 7, "changed")

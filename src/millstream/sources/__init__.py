@@ -29,14 +29,36 @@ def open_source(spec: SourceSpec, work: Path | None = None, tell: Callable[[Even
 
     Raises ConfigError for an unknown kind or wrong options, DependencyError when its driver is missing.
     """
-    if spec.kind not in KINDS:
-        raise ConfigError(f"source {spec.name}: unknown kind {spec.kind!r}", hint=f"one of: {', '.join(KINDS)}")
+    _check_kind(spec)
     try:
         from millstream.sources.postgres.source import PostgresSource
     except ImportError as missing:
-        if missing.name is None or not missing.name.startswith("psycopg"):
-            raise
-        raise DependencyError(
-            "a Postgres source needs psycopg, which is not installed", hint="pip install 'millstream[postgres]'"
-        ) from missing
+        raise _without_driver(missing) from missing
     return PostgresSource(spec, work, tell)
+
+
+def remove_source(spec: SourceSpec) -> None:
+    """Drop what capture has made on the source. Its journal then has no future: only for one that is given up.
+
+    Raises as `open_source` does, and SourceError when the source does not let go.
+    """
+    _check_kind(spec)
+    try:
+        from millstream.sources.postgres.removal import remove
+    except ImportError as missing:
+        raise _without_driver(missing) from missing
+    remove(spec)
+
+
+def _check_kind(spec: SourceSpec) -> None:
+    if spec.kind not in KINDS:
+        raise ConfigError(f"source {spec.name}: unknown kind {spec.kind!r}", hint=f"one of: {', '.join(KINDS)}")
+
+
+def _without_driver(missing: ImportError) -> Exception:
+    """What to say of an import that failed; the failure itself if it was not for a driver."""
+    if missing.name is None or not missing.name.startswith("psycopg"):
+        return missing
+    return DependencyError(
+        "a Postgres source needs psycopg, which is not installed", hint="pip install 'millstream[postgres]'"
+    )
