@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, SourceHalted
 from millstream.model import SourceSpec
 from millstream.sources.postgres.checks import switch_point
+from millstream.sources.postgres.connection import translate
 from millstream.sources.postgres.identity import IdentityFacts, filter_dangers, partition_mismatch, usable_identity
 from millstream.sources.postgres.lsn import format_lsn, parse_lsn
 from millstream.sources.postgres.options import PostgresOptions, default_name
@@ -259,3 +260,21 @@ def test_commits_wait_for_us_only_if_the_setting_means_us(names: str, matches: b
 def test_a_slot_that_cannot_go_on_says_why(change: dict[str, Any], problem: str | None) -> None:
     sound = SlotInfo("s", "pgoutput", "shop", False, None, "reserved", None, None, 1, 2, 3, 4, 0, 0)
     assert slot_problem(replace(sound, **change), "shop") == problem
+
+
+# Errors of the server
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ("XX000", "invalid memory alloc request size 1258291203"),
+        ("54000", "string buffer exceeds maximum allowed length (1073741823 bytes)"),
+        ("54000", "out of memory"),
+    ],
+)
+def test_a_row_too_large_to_be_sent_is_named(state: str, message: str) -> None:
+    error = translate(state, message, "reading the log")
+    assert isinstance(error, SourceHalted)
+    assert "larger than 1 GB" in error.message
+    assert "journal rebase" in (error.hint or "")

@@ -67,6 +67,12 @@ _TRANSIENT_STATES = re.compile(r"08...|57P0[1-5]|53...|55006|55P03|57014|40001|4
 
 POOLER_HINT = "connect to the server itself: replication and session state do not pass through a pooler"
 
+_TOO_LARGE_HINT = (
+    "no reader of its log gets such a row from Postgres (bytea counts twice, as text; an old row that is sent whole "
+    "counts too); all before it is in the journal. To go on without it: drop the slot, re-base the stream "
+    "(millstream journal rebase STREAM --confirm) and reload its tables"
+)
+
 _PERMANENT: tuple[tuple[str, str], ...] = (
     (r"password authentication failed|SCRAM|no password supplied", "set auth_ref to the password of the role"),
     (r"role .* does not exist", "CREATE ROLE <user> LOGIN REPLICATION PASSWORD '...'"),
@@ -250,6 +256,8 @@ def translate(sqlstate: str | None, message: str, doing: str) -> SourceError:
         return SourceHalted(text, hint="grant the missing right; `millstream check` names it with its SQL")
     if sqlstate == "22021":
         return SourceHalted(text, hint="a name, default or enum label in the database is no UTF-8: give it one that is")
+    if sqlstate == "54000" or "memory alloc request size" in message:
+        return SourceHalted(f"{text}: a row is larger than 1 GB as it would be sent", hint=_TOO_LARGE_HINT)
     return SourceHalted(f"{text} (SQLSTATE {sqlstate})")
 
 

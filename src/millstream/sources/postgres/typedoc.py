@@ -86,6 +86,12 @@ A composite is not a struct, because the log names its type by number only: the 
 alone, which may have changed since, and the change of a type's fields is not in the log. What a domain is made of comes
 from the catalog too; if it no longer had the domain when the change was captured, the column is text.
 
+## Large values
+
+A value arrives whole up to what Postgres can send: 1 GB for a row as text, where a `bytea` counts twice and an old row
+that is sent along counts too. Capture takes about four times the largest row in memory. A change beyond the limit
+cannot be read from the log by anyone: capture halts before it, says so, and keeps everything up to it.
+
 ## Extensions
 
 Extensions' types have no fixed number: they are known by the name that the catalog gives to the column's type.
