@@ -15,5 +15,5 @@ def test_the_page_is_up_to_date() -> None:
 
 
 def test_each_type_has_a_line() -> None:
-    lines = [line for line in page().splitlines() if line.startswith("| ") and line.count("|") == 6]
+    lines = [line for line in page().splitlines() if line.startswith("| ") and line.count("|") == 7]
     assert len([line for line in lines if not line.startswith("| type ")]) == len(TYPES) + len(EXTENSIONS)

@@ -1,9 +1,9 @@
 """Find and gather the cells of pgoutput tuples, a column at a time over many rows.
 
-A tuple is `ncols int16`, then per column `n` (NULL), `u` (unchanged, not sent) or `t` followed by
-`length int32` and the bytes; all numbers are big-endian. A cell's place depends on the cells
-before it in its row, but not on other rows: so all rows of a chunk advance together, one column
-at a time, and no Python runs per row or per cell.
+A tuple is `ncols int16`, then per column `n` (NULL), `u` (unchanged, not sent), or `t` (text) or `b` (the
+type's binary form) followed by `length int32` and the bytes; all numbers are big-endian. A cell's place
+depends on the cells before it in its row, but not on other rows: so all rows of a chunk advance
+together, one column at a time, and no Python runs per row or per cell.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from millstream.errors import JournalCorrupt
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-NULL, UNCHANGED, SENT = ord("n"), ord("u"), ord("t")
+NULL, UNCHANGED, TEXT, BINARY = ord("n"), ord("u"), ord("t"), ord("b")
 
 _SMALL = 1 << 31
 """Up to here 32-bit offsets reach every byte of a chunk."""
@@ -111,13 +111,15 @@ def walk(message: Message, at: Ints, columns: int) -> tuple[Cells, Ints]:
     at = at + 2
     for column in range(columns):
         kind = message.bytes[at]
-        sent = kind == SENT
+        sent = kind == TEXT
+        if not sent.all():
+            sent |= kind == BINARY
         if sent.all():
             start = at + 5
             at = start + message.lengths(at + 1)
         else:
             if not (sent | (kind == NULL) | (kind == UNCHANGED)).all():
-                raise JournalCorrupt("a tuple has a cell that is neither text, NULL nor unchanged")
+                raise JournalCorrupt("a tuple has a cell of a kind that is not known")
             start = at + np.where(sent, 5, 1)
             length = np.zeros(len(at), np.int64)
             length[sent] = message.lengths(at[sent] + 1)

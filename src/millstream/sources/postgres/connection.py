@@ -72,6 +72,7 @@ _TOO_LARGE_HINT = (
     "counts too); all before it is in the journal. To go on without it: drop the slot, re-base the stream "
     "(millstream journal rebase STREAM --confirm) and reload its tables"
 )
+TEXT_INSTEAD = "set wire: text for this source; a journal that has begun goes on with it"
 
 _PERMANENT: tuple[tuple[str, str], ...] = (
     (r"password authentication failed|SCRAM|no password supplied", "set auth_ref to the password of the role"),
@@ -258,6 +259,8 @@ def translate(sqlstate: str | None, message: str, doing: str) -> SourceError:
         return SourceHalted(text, hint="a name, default or enum label in the database is no UTF-8: give it one that is")
     if sqlstate == "54000" or "memory alloc request size" in message:
         return SourceHalted(f"{text}: a row is larger than 1 GB as it would be sent", hint=_TOO_LARGE_HINT)
+    if "no binary output function" in message:
+        return SourceHalted(text, hint=TEXT_INSTEAD)
     return SourceHalted(f"{text} (SQLSTATE {sqlstate})")
 
 

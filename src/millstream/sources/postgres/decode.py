@@ -24,7 +24,8 @@ from millstream.model import Op, Relation
 from millstream.sources.base import Decoded
 from millstream.sources.postgres.casts import exact_text
 from millstream.sources.postgres.cells import (
-    SENT,
+    BINARY,
+    TEXT,
     UNCHANGED,
     Bools,
     Cells,
@@ -54,7 +55,7 @@ _TUPLE_AT = 6
 
 
 class PostgresDecoder:
-    """Implements `sources.base.Decoder` for a relation captured from Postgres in text mode."""
+    """Implements `sources.base.Decoder` for a relation captured from Postgres, in text, binary or both."""
 
     def __init__(self, relation: Relation) -> None:
         self.relation = relation
@@ -171,14 +172,30 @@ class Result:
         self.rows += len(has_before)
 
     def _column(self, message: Message, cells: Cells, column: int, prefix: str) -> pa.Array:
-        sent: Bools = cells.kind[column] == SENT
+        kind = cells.kind[column]
+        texts: Bools = kind == TEXT
+        binaries: Bools = kind == BINARY
+        if not binaries.any():
+            return self._values(message, cells, column, prefix, texts, binary=False)
+        array = self._values(message, cells, column, prefix, binaries, binary=True)
+        if not texts.any():
+            return array
+        # The source was told another wire format in between: each cell says which form it has.
+        both = pa.concat_arrays([array, self._values(message, cells, column, prefix, texts, binary=False)])
+        return both.take(integers(np.arange(len(kind)) + np.where(texts, len(kind), 0)))
+
+    def _values(
+        self, message: Message, cells: Cells, column: int, prefix: str, sent: Bools, *, binary: bool
+    ) -> pa.Array:
+        """The column with the cells that were sent in one form; the others are NULL."""
         to = self.types[column]
         if not sent.any():
             return pa.nulls(len(sent), to.arrow)
-        text = gather(message, cells.bounds[column], None if sent.all() else sent)
-        array, odd = to.read(text)
+        values = gather(message, cells.bounds[column], None if sent.all() else sent)
+        array, odd = to.read_binary(values) if binary else to.read(values)
         if len(odd):
-            self.special.append((odd + self.rows, prefix + self.names[column], exact_text(text, odd)))
+            exact = to.binary_text(values, odd) if binary else exact_text(values, odd)
+            self.special.append((odd + self.rows, prefix + self.names[column], exact))
         return array
 
     def decoded(self) -> Decoded:

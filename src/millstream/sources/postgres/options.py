@@ -97,6 +97,11 @@ class PostgresOptions(BaseModel):
         description="How far the journal must be behind the end of the source's log for bulk reading to begin; it "
         "ends at a quarter of that.",
     )
+    wire: Literal["text", "binary"] = Field(
+        "text",
+        description="How values travel. `binary` is for tables of built-in base types and their arrays only, and gives "
+        "the same columns.",
+    )
     failover: bool = Field(
         False, description="Create the slot so that it is synchronised to standbys. Needs Postgres 17."
     )
@@ -134,6 +139,8 @@ class PostgresOptions(BaseModel):
         }
         if server_version >= 160000:
             chosen["origin"] = self.origin
+        if self.wire == "binary":
+            chosen["binary"] = "true"
         return chosen
 
     @model_validator(mode="after")

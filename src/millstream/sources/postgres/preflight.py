@@ -14,7 +14,14 @@ from millstream.model import SourceSpec
 from millstream.sources.base import Finding, Severity
 from millstream.sources.postgres.catalog import Selection, Table, select
 from millstream.sources.postgres.checks import identify
-from millstream.sources.postgres.connection import POOLER_HINT, Connection, connect, connect_replication, where
+from millstream.sources.postgres.connection import (
+    POOLER_HINT,
+    TEXT_INSTEAD,
+    Connection,
+    connect,
+    connect_replication,
+    where,
+)
 from millstream.sources.postgres.membership import check_drift, read_publications
 from millstream.sources.postgres.options import PostgresOptions
 from millstream.sources.postgres.patterns import quote
@@ -26,6 +33,7 @@ from millstream.sources.postgres.publication import (
     wanted_members,
 )
 from millstream.sources.postgres.server import Server, server_findings
+from millstream.sources.postgres.wire import refusals
 
 
 def preflight(spec: SourceSpec, options: PostgresOptions) -> list[Finding]:
@@ -53,6 +61,8 @@ def _all_findings(conn: Connection, spec: SourceSpec, options: PostgresOptions) 
     yield _chosen(selection)
     for table in selection.tables:
         yield from _table_findings(table, server)
+    if options.wire == "binary":
+        yield from _wire_findings(selection)
     yield from identity_findings(selection.tables)
     if selection.tables:
         yield from _publications(conn, server, selection, options, spec.tables)
@@ -123,6 +133,14 @@ def _table_findings(table: Table, server: Server) -> Iterator[Finding]:
             "make them plain, logged tables: ALTER TABLE ... SET LOGGED",
             name,
         )
+
+
+def _wire_findings(selection: Selection) -> Iterator[Finding]:
+    for table in selection.tables:
+        for reason in refusals(table.relation):
+            yield Finding(
+                "wire", Severity.ERROR, f"wire: binary is not possible: {reason}", TEXT_INSTEAD, table.relation.table
+            )
 
 
 def _publications(

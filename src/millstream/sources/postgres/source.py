@@ -35,6 +35,7 @@ from millstream.sources.postgres.reading import Reading
 from millstream.sources.postgres.session import Session
 from millstream.sources.postgres.slot import ensure_slot, lock_source, slot_info
 from millstream.sources.postgres.spool import Spool
+from millstream.sources.postgres.wire import check_wire
 
 WATCH_SECONDS: Final = 60.0
 """How often the publications are compared with what they were."""
@@ -113,10 +114,13 @@ class PostgresSource:
     def capture(self, start: int, register: Registrar) -> Iterator[Block]:
         """Everything that commits after `start`. Call `check` for the same position first."""
         control, stream = self._connections()
-        names = self._options.publications
-        assembler = Assembler(
-            start, lambda relation: register(catalog.enrich(control, relation, names)), Spool(self._work)
-        )
+
+        def describe(relation: Relation) -> int:
+            described = catalog.enrich(control, relation, self._options.publications)
+            check_wire(described, self._options.wire)
+            return register(described)
+
+        assembler = Assembler(start, describe, Spool(self._work))
         self._reading = reading = Reading(
             self._options,
             assembler,

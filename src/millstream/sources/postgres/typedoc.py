@@ -43,6 +43,16 @@ values (marked in the tables) is `string`, its exact text. Where whole rows are 
 FULL` without a primary key) no single column is a key, and all keep their types.
 
 **Text.** The text of a value is what the server writes with the session settings that Millstream pins: {settings}.
+
+**Binary.** With `wire: binary` the server sends the same values in its binary form, and they become the same
+columns, to the bit and to the letter. It is possible for tables whose columns are all of types that the tables below
+mark so, and arrays of them; `millstream check` names any other column. If one is added later, capture halts before it
+takes over a change of that table: nothing is lost, and with `wire: text` it goes on where it stood.
+
+**SQL_ASCII.** A database with this encoding takes any bytes for text. There every column that is `string` below is
+`binary` (in arrays, too), holding the bytes as they are, except for types whose text is ASCII by nature: numbers,
+dates, times, uuid, bits, addresses, shapes, ranges, positions. A name, default or enum label that is no UTF-8 is
+refused with a clear error. `wire: binary` is not possible there.
 """
 
 _NUMERIC = """
@@ -111,7 +121,7 @@ def page() -> str:
 
 
 def _table(entries: Iterable[PgType]) -> str:
-    head = "| type | Spark | Arrow | has values without a home | |\n|---|---|---|---|---|\n"
+    head = "| type | Spark | Arrow | has values without a home | binary | |\n|---|---|---|---|---|---|\n"
     return head + "".join(f"{row}\n" for row in _rows(entries))
 
 
@@ -120,7 +130,8 @@ def _rows(entries: Iterable[PgType]) -> Iterator[str]:
         kind = entry.becomes
         name = _WRITTEN.get(entry.name, entry.name)
         special = "yes" if kind.special else ""
-        yield f"| {name} | `{kind.spark}` | `{kind.arrow}` | {special} | {entry.note} |"
+        binary = "yes" if kind.binary is not None else ""
+        yield f"| {name} | `{kind.spark}` | `{kind.arrow}` | {special} | {binary} | {entry.note} |"
 
 
 def _numeric_row(precision: int, scale: int) -> str:

@@ -23,10 +23,12 @@ from functools import cache
 
 import pyarrow as pa
 
+from millstream.errors import JournalCorrupt
 from millstream.model import Column, Relation
 from millstream.sources.postgres import binary, casts
 from millstream.sources.postgres.arrays import ListReader
 from millstream.sources.postgres.casts import Casted, Reader
+from millstream.sources.postgres.cells import Ints, integers
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,19 @@ class ColumnType:
     def read(self, cells: pa.Array) -> Casted:
         """The server's text as a column, and the rows that have no home in it."""
         return self.text(cells, self.arrow)
+
+    def read_binary(self, cells: pa.Array) -> Casted:
+        """The same of values in the server's binary form. Raises JournalCorrupt if that cannot be read."""
+        if self.binary is None:
+            raise JournalCorrupt(
+                "a value is in a binary form that this version cannot read",
+                hint="use the version of millstream that wrote the journal, or a newer one",
+            )
+        return self.binary(cells, self.arrow)
+
+    def binary_text(self, cells: pa.Array, rows: Ints) -> pa.StringArray:
+        """The text that the server would have sent for these rows of values in binary form."""
+        return replace(self, arrow=pa.string()).read_binary(cells.take(integers(rows)))[0]
 
     def as_text(self) -> ColumnType:
         """The same type where only its text will do."""
@@ -84,7 +99,7 @@ class PgType:
         return _numeric(modifier) if self.oid == NUMERIC_OID else self.becomes
 
 
-TEXT = ColumnType(pa.string(), "string", binary=casts.text)
+TEXT = ColumnType(pa.string(), "string")
 
 BOOL_OID, BYTEA_OID, TEXT_OID, NUMERIC_OID = 16, 17, 25, 1700
 
@@ -234,6 +249,12 @@ def column_type(column: Column, *, key: bool = False) -> ColumnType:
     return found.as_text() if key and found.special else found
 
 
+def lacks_binary(column: Column) -> bool:
+    """Whether a column's values cannot be captured in binary form: its type is not built in, or not read so."""
+    entry = BY_OID.get(column.type_oid) or BY_ARRAY_OID.get(column.type_oid)
+    return entry is None or entry.becomes.binary is None
+
+
 def column_types(relation: Relation) -> tuple[ColumnType, ...]:
     """The types of all columns of a relation, in its order.
 
@@ -249,8 +270,14 @@ def column_types(relation: Relation) -> tuple[ColumnType, ...]:
 @cache
 def array_of(element: ColumnType, delimiter: str = ",") -> ColumnType:
     """The type of arrays with such elements: a list of them, where the array is one (see `arrays`)."""
-    reader = ListReader(element.text, delimiter)
-    return ColumnType(pa.list_(element.arrow), f"array<{element.spark}>", reader, special=True, ascii=element.ascii)
+    return ColumnType(
+        pa.list_(element.arrow),
+        f"array<{element.spark}>",
+        ListReader(element.text, delimiter),
+        special=True,
+        binary=None if element.binary is None else binary.ArrayReader(element.binary, delimiter),
+        ascii=element.ascii,
+    )
 
 
 def _column_type(column: Column) -> ColumnType:
