@@ -265,14 +265,3 @@ def test_help_answers_without_loading_anything_heavy() -> None:
     assert helped.returncode == 0
     for command in ("demo", "run", "check", "status", "journal", "doctor", "bench", "version"):
         assert f"\n  {command} " in helped.stdout
-
-
-def test_bench_lists_and_runs_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millstream.bench.BENCHES", {"second": dict, "first": lambda: {"rows_per_second": 1_700_000}})
-    assert invoke("bench").stdout == "first\nsecond\n"
-    assert json.loads(invoke("bench", "--json").stdout) == ["first", "second"]
-    assert invoke("bench", "first").stdout == "rows_per_second: 1700000\n"
-    assert json.loads(invoke("bench", "first", "--json").stdout) == {"rows_per_second": 1_700_000}
-    unknown = invoke("bench", "third")
-    assert unknown.exit_code == 2
-    assert "no benchmark is called third; there are first, second" in unknown.stderr
