@@ -54,7 +54,8 @@ def _of(module: str) -> Callable[[Settings], Json]:
 BENCHES: Mapping[str, Bench] = {
     "decode": Bench(_decode, "row messages to typed columns, on one core", frozenset({"rows"})),
     "capture": Bench(_of("capture"), "slot to journal, streaming", frozenset({"rows", "repeat"})),
+    "lookup": Bench(_of("lookup"), "places in the index of a journal of 100 GB, cold and warm"),
 }
 
-ALL: tuple[tuple[str, dict[str, Any]], ...] = (("decode", {}), ("capture", {}))
+ALL: tuple[tuple[str, dict[str, Any]], ...] = (("decode", {}), ("lookup", {}), ("capture", {}))
 """What `millstream bench` runs, in this order, each with options of its own."""

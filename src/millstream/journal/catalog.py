@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from millstream.errors import JournalCorrupt
+from millstream.journal.ends import BLOCKS, ENDS, decode_block, read_directory
 from millstream.journal.files import HEAD
 from millstream.journal.format import HEAD_BYTES, Head, Header
 from millstream.journal.index import CUTS, INDEX, Records
@@ -29,8 +32,7 @@ _KEPT = 32
 _HEAD_TRIES = 100
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """A segment as a reader sees it at one head: a closed one, or the visible part of the open one."""
 
     number: int
@@ -51,6 +53,12 @@ class View:
     index_crc: int | None
     cut_entries: int
     cut_crc: int | None
+    bytes_before: int
+    """Row bytes of all segments before it."""
+    latest_us: int
+    """The latest commit time in it and in all segments before it."""
+    ends_blocks: int | None = None
+    ends_crc: int = 0
 
 
 class Catalog:
@@ -106,11 +114,11 @@ class Catalog:
         """All segments with rows, in order, up to this head."""
         if self._manifest.version < head.manifest_version:
             self._manifest = self._read_manifest(head)
-            self._closed = [_closed(entry) for entry in self._manifest.entries if entry.rows]
+            self._closed = list(_closed(self._manifest.entries))
         open_number = segment_number(head.segment)
-        views = [view for view in self._closed if view.first_seq <= head.seq]
+        views = self._closed[: bisect_right(self._closed, head.seq, key=attrgetter("first_seq"))]
         if head.seq >= head.segment_first_seq and not any(view.number == open_number for view in views[-1:]):
-            views.append(self._open(head, open_number))
+            views.append(self._open(head, open_number, views[-1] if views else None))
         return views
 
     def pruned(self) -> Pruned | None:
@@ -126,9 +134,10 @@ class Catalog:
             )
         return manifest
 
-    def _open(self, head: Head, number: int) -> View:
+    def _open(self, head: Head, number: int, before: View | None) -> View:
         name = segment_name(number)
         cuts = self._grow(f"segments/{name}.cuts", head.cut_entries, CUTS)
+        latest = int(cuts["max_ts_us"].max())
         return View(
             number=number,
             name=name,
@@ -140,13 +149,15 @@ class Catalog:
             first_commit_position=None,
             commit_position=head.commit_position,
             min_ts_us=int(cuts["min_ts_us"].min()),
-            max_ts_us=int(cuts["max_ts_us"].max()),
+            max_ts_us=latest,
             row_bytes=int(cuts["bytes"][-1]),
             last_cut=head.seq,
             index_entries=head.index_entries,
             index_crc=None,
             cut_entries=head.cut_entries,
             cut_crc=None,
+            bytes_before=before.bytes_before + before.row_bytes if before else 0,
+            latest_us=max(latest, before.latest_us) if before else latest,
         )
 
     def index(self, view: View) -> Records:
@@ -154,6 +165,36 @@ class Catalog:
 
     def cuts(self, view: View) -> Records:
         return self._records(f"segments/{segment_name(view.number)}.cuts", view.cut_entries, view.cut_crc, CUTS)
+
+    def ends(self, view: View, start: int, end: int) -> Records:
+        """The transaction ends of a sealed segment with start < seq <= end."""
+        assert view.ends_blocks is not None  # noqa: S101 - the caller has looked
+        name = f"segments/{view.name}.ends"
+        if name not in self._kept:
+            raw = self._files.read(name, 0, view.ends_blocks * BLOCKS.itemsize).to_pybytes()
+            self._keep(name, read_directory(raw, view.ends_blocks, view.ends_crc, name))
+        directory = self._keep(name)
+        first = int(np.searchsorted(directory["last_seq"], start, side="right"))
+        last = int(np.searchsorted(directory["first_seq"], end, side="right"))
+        found = [np.zeros(0, ENDS), *(self._block(name, directory[at], at) for at in range(first, last))]
+        ends = np.concatenate(found)
+        return ends[(ends["seq"] > start) & (ends["seq"] <= end)]
+
+    def _block(self, name: str, block: Any, number: int) -> Records:
+        key = f"{name}#{number}"
+        if key not in self._kept:
+            raw = self._files.read(name, int(block["offset"]), int(block["length"])).to_pybytes()
+            self._keep(key, decode_block(raw, int(block["crc"]), name))
+        return self._keep(key)
+
+    def _keep(self, name: str, records: Records | None = None) -> Records:
+        """Keep what was read, the longest unused goes; or what is kept."""
+        if records is not None:
+            self._kept[name] = records
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(name)
+        return self._kept[name]
 
     def _records(self, name: str, count: int, crc: int | None, dtype: np.dtype[np.void]) -> Records:
         if crc is None:
@@ -164,11 +205,8 @@ class Catalog:
                 raise JournalCorrupt(
                     f"{name} is damaged", hint="remove the file: the writer rebuilds it when it opens the journal"
                 )
-            self._kept[name] = np.frombuffer(raw, dtype)
-            if len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(name)
-        return self._kept[name]
+            self._keep(name, np.frombuffer(raw, dtype))
+        return self._keep(name)
 
     def _grow(self, name: str, count: int, dtype: np.dtype[np.void]) -> Records:
         """The first `count` records of a file that is being appended to; only new bytes are read."""
@@ -200,7 +238,17 @@ class Catalog:
         return dict(self._relations)
 
 
-def _closed(entry: Entry) -> View:
+def _closed(entries: Sequence[Entry]) -> Iterator[View]:
+    """Closed segments with rows, each with what is before it."""
+    size = latest = 0
+    for entry in entries:
+        if entry.rows:
+            latest = max(latest, entry.max_ts_us or 0)
+            yield _view(entry, size, latest)
+            size += entry.row_bytes
+
+
+def _view(entry: Entry, bytes_before: int, latest_us: int) -> View:
     return View(
         number=entry.number,
         name=entry.name,
@@ -219,4 +267,8 @@ def _closed(entry: Entry) -> View:
         index_crc=entry.index_crc,
         cut_entries=entry.cut_entries,
         cut_crc=entry.cut_crc,
+        bytes_before=bytes_before,
+        latest_us=latest_us,
+        ends_blocks=entry.ends_blocks if entry.ends_bytes is not None else None,
+        ends_crc=entry.ends_crc,
     )

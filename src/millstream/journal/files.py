@@ -132,7 +132,11 @@ def remove_file(path: Path) -> bool:
 
 def sealed_json(body: Any) -> bytes:
     """JSON that carries its own CRC-32 and stays JSON."""
-    text = json.dumps(body, separators=(",", ":"), sort_keys=True)
+    return sealed_text(json.dumps(body, separators=(",", ":"), sort_keys=True))
+
+
+def sealed_text(text: str) -> bytes:
+    """As `sealed_json`, of a body that is JSON already."""
     return b'{"crc":%d,"body":%s}\n' % (zlib.crc32(text.encode()), text.encode())
 
 

@@ -12,7 +12,8 @@
         N.arrows           open form: an Arrow IPC stream in commit order, mixed relations
         N.sealed.arrows    the same rows, written once more in runs of one relation each
         N.idx  N.sealed.idx     slices: one record per (record batch, relation)
-        N.cuts                  transaction ends: seq, positions, commit time
+        N.cuts                  transaction ends, one in 64 rows: seq, positions, commit time
+        N.sealed.ends           all transaction ends, compressed
 
 At most two segments are in open form and in nothing else: the one that is written and the one before
 it, while it is being sealed. A transaction over many segments writes the inner ones in runs of one
@@ -20,7 +21,7 @@ relation and names them sealed at once; they count with the commit record in its
 them, the open form of a sealed segment stays while a running batch may read it.
 
 Truth is in the segments alone: commit records inside the streams say what is whole, `head`,
-`manifest.json`, `.idx` and `.cuts` can be rebuilt from them.
+`manifest.json`, `.idx`, `.cuts` and `.ends` can be rebuilt from them.
 
 A commit record is a record batch without rows whose custom metadata holds a `CommitRecord`
 (`commit.py`). Plain `pa.ipc.open_stream(path).read_all()` reads a segment of either form.

@@ -1,28 +1,29 @@
 """Finding a place in a journal: by seq, by position, by time.
 
 Cuts are thinned: an end is left out only if a later one of the same 64 rows is kept. So between two
-cuts, ends that were left out lie in the last 64 rows, and reading those is enough to be exact.
+cuts, ends that were left out lie in the last 64 rows, and looking at those is enough to be exact. A sealed
+segment has them in `.ends`; of the one or two others the rows are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
+from operator import attrgetter
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from millstream.errors import OutOfRange
 from millstream.journal.catalog import Catalog, View
+from millstream.journal.ends import ends_of
 from millstream.journal.format import Head, Header
-from millstream.journal.index import CUT_ROWS, Cut, Records, column, in_seq_order, to_cut, transaction_ends
+from millstream.journal.index import CUT_ROWS, Cut, Records, column, in_seq_order, to_cut
 from millstream.journal.places import Earliest, position_text, time_text
 from millstream.journal.slices import EMPTY, open_slices, read_slice, sealed_slices
 from millstream.model import SeqRange
-
-_Match = Callable[[pa.RecordBatch], npt.NDArray[np.bool_]]
 
 
 def rows_between(catalog: Catalog, views: Sequence[View], start: int, end: int) -> pa.RecordBatch:
@@ -37,17 +38,25 @@ def rows_between(catalog: Catalog, views: Sequence[View], start: int, end: int) 
     return in_seq_order(pa.concat_batches(found))
 
 
-def ends_between(catalog: Catalog, views: Sequence[View], start: int, end: int) -> list[Cut]:
-    """The transaction ends with start < seq <= end; `end` must be one."""
+def ends_between(catalog: Catalog, views: Sequence[View], view: View, start: int, end: int) -> Records:
+    """The transaction ends with start < seq <= end in a segment; `end` must be one."""
+    if view.ends_blocks is not None:
+        return catalog.ends(view, start, end)
     rows = rows_between(catalog, views, start, end)
-    return [_cut_of(rows, int(row)) for row in transaction_ends(column(rows, "commit_position"), open_end=False)]
+    return ends_of([rows], start + 1, end, end)
+
+
+def view_of(views: Sequence[View], seq: int) -> View | None:
+    """The segment that holds a seq."""
+    at = bisect_left(views, seq, key=attrgetter("last_seq"))
+    return views[at] if at < len(views) and views[at].first_seq <= seq else None
 
 
 def cut_at(catalog: Catalog, views: Sequence[View], seq: int) -> Cut | None:
     pruned = catalog.pruned()
     if pruned is not None and pruned.seq == seq:
         return pruned.cut
-    view = next((view for view in views if view.first_seq <= seq <= view.last_seq), None)
+    view = view_of(views, seq)
     if view is None:
         return None
     cuts = catalog.cuts(view)
@@ -58,18 +67,8 @@ def cut_at(catalog: Catalog, views: Sequence[View], seq: int) -> Cut | None:
         return to_cut(cuts[at])
     if cuts["seq"][at] - seq >= CUT_ROWS:
         return None
-    rows = rows_between(catalog, views, seq - 1, seq + 1)
-    commit = column(rows, "commit_position")
-    return _cut_of(rows, 0) if len(rows) == 2 and commit[0] != commit[1] else None
-
-
-def _cut_of(rows: pa.RecordBatch, row: int) -> Cut:
-    return Cut(
-        int(column(rows, "seq")[row]),
-        int(column(rows, "commit_position")[row]),
-        int(column(rows, "resume_position")[row]),
-        int(column(rows, "commit_ts")[row]),
-    )
+    ends = ends_between(catalog, views, view, seq - 1, int(cuts["seq"][at]))
+    return to_cut(ends[0]) if ends["seq"][0] == seq else None
 
 
 def seq_at_position(catalog: Catalog, views: Sequence[View], head: Head, header: Header, position: int) -> int:
@@ -84,22 +83,23 @@ def seq_at_position(catalog: Catalog, views: Sequence[View], head: Head, header:
         )
     if position > head.covered:
         raise OutOfRange(f"{asked} is beyond what the journal covers, {position_text(kind, head.covered)}")
-    view = next((view for view in views if view.commit_position >= position), None)
-    if view is None:
+    number = bisect_left(views, position, key=attrgetter("commit_position"))
+    if number == len(views):
         return head.seq
-    cuts = catalog.cuts(view)
+    cuts = catalog.cuts(views[number])
     at = int(np.searchsorted(cuts["commit_position"], position))
-    return _before_first(catalog, views, view, cuts, at, lambda rows: column(rows, "commit_position") >= position)
+    return _before_first(catalog, views, views[number], at, "commit_position", position)
 
 
 def seq_at_time(catalog: Catalog, views: Sequence[View], head: Head, header: Header, ts_us: int) -> int:
-    view = next((view for view in views if view.max_ts_us >= ts_us), None)
+    # Times are not in order, but the latest time up to a segment is: it grows where a later one comes first.
+    number = bisect_left(views, ts_us, key=attrgetter("latest_us"))
     found = head.seq
-    if view is not None:
-        cuts = catalog.cuts(view)
+    if number < len(views):
+        cuts = catalog.cuts(views[number])
         reached = np.flatnonzero(cuts["max_ts_us"] >= ts_us)
         at = int(reached[0]) if len(reached) else len(cuts)
-        found = _before_first(catalog, views, view, cuts, at, lambda rows: column(rows, "commit_ts") >= ts_us)
+        found = _before_first(catalog, views, views[number], at, "commit_ts_us", ts_us)
     pruned = catalog.pruned()
     if pruned is not None and ts_us <= pruned.max_ts_us:
         first = replace(earliest(catalog, views, head), ts_us=pruned.max_ts_us + 1)
@@ -129,20 +129,18 @@ def earliest(catalog: Catalog, views: Sequence[View], head: Head) -> Earliest:
     return Earliest(first, position, views[0].min_ts_us)
 
 
-def _before_first(catalog: Catalog, views: Sequence[View], view: View, cuts: Records, at: int, matches: _Match) -> int:
-    """The seq before the first transaction that matches, given the first cut that may end it.
+def _before_first(catalog: Catalog, views: Sequence[View], view: View, at: int, field: str, value: int) -> int:
+    """The seq before the first transaction whose `field` reaches `value`, given the first cut that may end it.
 
     Without such a cut the transaction ends in a later segment, and it begins right after the last
     end in this one: had it begun earlier, an earlier segment would have matched.
     """
+    cuts = catalog.cuts(view)
     before = int(cuts["seq"][at - 1]) if at else view.first_seq - 1
     if at == len(cuts):
         return before
     end = int(cuts["seq"][at])
     start = max(before, end - CUT_ROWS)
-    rows = rows_between(catalog, views, start, end)
-    first = int(np.flatnonzero(matches(rows))[0])
-    commit = column(rows, "commit_position")
-    while first and commit[first - 1] == commit[first]:
-        first -= 1
-    return before if first == 0 else start + first
+    ends = ends_between(catalog, views, view, start, end)
+    first = int(np.flatnonzero(ends[field] >= value)[0])
+    return int(ends["seq"][first - 1]) if first else before

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TypeVar
 
 import numpy as np
@@ -132,9 +134,8 @@ class JournalReader:
         def find(views: Sequence[View], head: Head) -> list[Slice]:
             self._check_range(views, head, range.start, range.end)
             found: list[Slice] = []
-            for view in views:
-                if view.last_seq <= range.start or view.first_seq > range.end:
-                    continue
+            first = bisect_right(views, range.start, key=attrgetter("last_seq"))
+            for view in views[first : bisect_right(views, range.end, key=attrgetter("first_seq"))]:
                 make = sealed_slices if view.sealed else open_slices
                 found += make(
                     self._catalog.index(view),
@@ -182,14 +183,12 @@ class JournalReader:
     def _end_of_batch(self, views: Sequence[View], start: int, max_events: int, max_bytes: int) -> Cut:
         """The last transaction end within the limits, or the first one there is."""
         most = self._bytes_at(views, start) + max_bytes
-        before = 0
         best: Cut | None = None
-        for view in views:
-            base, before = before, before + view.row_bytes
-            if view.last_seq <= start or view.last_cut is None or view.last_cut <= start:
+        for view in views[bisect_right(views, start, key=attrgetter("last_seq")) :]:
+            if view.last_cut is None or view.last_cut <= start:
                 continue
-            cuts = self._catalog.cuts(view)
-            whole_fits = view.last_cut - start <= max_events and before <= most
+            cuts, base = self._catalog.cuts(view), view.bytes_before
+            whole_fits = view.last_cut - start <= max_events and base + view.row_bytes <= most
             first = int(np.searchsorted(cuts["seq"], start, side="right"))
             last = len(cuts) - 1
             if not whole_fits:
@@ -209,23 +208,23 @@ class JournalReader:
         """An end that was thinned out, when the first that was kept lies beyond a small limit."""
         if cut.seq - start > CUT_ROWS or cut.seq - start <= max_events:
             return cut
-        ends = lookup.ends_between(self._catalog, views, start, cut.seq)
-        within = [end for end in ends if end.seq - start <= max_events]
-        return within[-1] if within else ends[0]
+        view = lookup.view_of(views, cut.seq)
+        assert view is not None  # noqa: S101 - the cut is from it
+        ends = lookup.ends_between(self._catalog, views, view, start, cut.seq)
+        within = int(np.searchsorted(ends["seq"], start + max_events, side="right"))
+        return to_cut(ends[max(within - 1, 0)])
 
     def _bytes_at(self, views: Sequence[View], seq: int) -> int:
         """Row bytes of the retained journal up to a seq; exact at the ends that the cuts hold."""
-        before = 0
-        for view in views:
-            if view.last_seq <= seq:
-                before += view.row_bytes
-                continue
-            if view.first_seq <= seq:
-                cuts = self._catalog.cuts(view)
-                at = int(np.searchsorted(cuts["seq"], seq, side="right")) - 1
-                before += int(cuts["bytes"][at]) if at >= 0 else 0
-            break
-        return before
+        number = bisect_right(views, seq, key=attrgetter("first_seq")) - 1
+        if number < 0:
+            return 0
+        view = views[number]
+        if view.last_seq <= seq:
+            return view.bytes_before + view.row_bytes
+        cuts = self._catalog.cuts(view)
+        at = int(np.searchsorted(cuts["seq"], seq, side="right")) - 1
+        return view.bytes_before + (int(cuts["bytes"][at]) if at >= 0 else 0)
 
     def _check_range(self, views: Sequence[View], head: Head, start: int, end: int | None = None) -> None:
         first = views[0].first_seq if views else head.seq + 1

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from millstream.errors import JournalCorrupt
 from millstream.journal.commit import SCHEMA_MESSAGE, CommitRecord
+from millstream.journal.ends import ENDS, encode, ends_of
 from millstream.journal.files import disk_errors, open_file, write_all
 from millstream.journal.index import CUTS, INDEX, Records, column, cuts_of, in_seq_order, index_of
 from millstream.journal.manifest import Entry, entry_of
@@ -41,8 +42,8 @@ def ensure_index(segments: Path, name: str, length: int, record: CommitRecord) -
     ):
         return mark
     rebuilt = list(additions(segments / f"{name}.arrows", number, length, record))
-    _overwrite(paths[0], [part.index for part in rebuilt])
-    _overwrite(paths[1], [part.cuts for part in rebuilt])
+    _overwrite(paths[0], [part.index.tobytes() for part in rebuilt])
+    _overwrite(paths[1], [part.cuts.tobytes() for part in rebuilt])
     last = rebuilt[-1].mark if rebuilt else Mark(number, record.first_seq, record.seq)
     return replace(last, length=length)
 
@@ -104,7 +105,7 @@ def sealed_entry(segments: Path, number: int, journal_id: str) -> tuple[Entry, b
             return None
         if record.at != found[-1].offset or record.crc != zlib.crc32(memoryview(data)[: record.at]):
             return None
-        index, cuts = sealed_parts(data, record, str(path))
+        index, cuts, ends = sealed_parts(data, record, str(path))
     mark = Mark.after(record, number, data.size)
     mark = replace(
         mark,
@@ -113,13 +114,22 @@ def sealed_entry(segments: Path, number: int, journal_id: str) -> tuple[Entry, b
         cut_entries=len(cuts),
         cut_crc=zlib.crc32(cuts.tobytes()),
     )
-    _overwrite(segments / f"{name}.idx", [index])
-    _overwrite(segments / f"{segment_name(number)}.cuts", [cuts])
-    return replace(entry_of(mark, End.of(record), record.epoch), sealed_at=time.time()), record.committed
+    encoded = encode(ends)
+    _overwrite(segments / f"{name}.idx", [index.tobytes()])
+    _overwrite(segments / f"{segment_name(number)}.cuts", [cuts.tobytes()])
+    _overwrite(segments / f"{name}.ends", [encoded.raw])
+    entry = replace(
+        entry_of(mark, End.of(record), record.epoch),
+        sealed_at=time.time(),
+        ends_bytes=len(encoded.raw),
+        ends_blocks=encoded.blocks,
+        ends_crc=encoded.crc,
+    )
+    return entry, record.committed
 
 
-def sealed_parts(data: pa.Buffer, record: CommitRecord, where: str) -> tuple[Records, Records]:
-    """The index and the cuts of a sealed segment, from its rows."""
+def sealed_parts(data: pa.Buffer, record: CommitRecord, where: str) -> tuple[Records, Records, Records]:
+    """The index, the cuts and the ends of a sealed segment, from its rows."""
     index, batches = [np.zeros(0, INDEX)], []
     for frame in frames(data):
         if frame.has_rows:
@@ -127,20 +137,23 @@ def sealed_parts(data: pa.Buffer, record: CommitRecord, where: str) -> tuple[Rec
             batches.append(batch)
             index.append(index_of(batch, frame.offset, frame.length, frame.crc()))
     if not batches:
-        return index[0], np.zeros(0, CUTS)
+        return index[0], np.zeros(0, CUTS), np.zeros(0, ENDS)
     rows = pa.concat_batches(batches)
     rows = in_seq_order(rows)
     if len(rows) != record.seq - record.first_seq + 1:
         raise JournalCorrupt(f"{where} has {len(rows)} rows for seq {record.first_seq} to {record.seq}")
-    return np.concatenate(index), cuts_of(rows, record.last_cut != record.seq, 0)
+    ends = ends_of([rows], record.first_seq, record.seq, record.last_cut)
+    return np.concatenate(index), cuts_of(rows, record.last_cut != record.seq, 0), ends
 
 
 def derived_files_fit(segments: Path, entry: Entry) -> bool:
-    """Whether `.idx` and `.cuts` of a closed segment are there and long enough."""
+    """Whether `.idx`, `.cuts` and `.ends` of a closed segment are there and long enough."""
     sizes = {
         f"{entry.name}.idx": entry.index_entries * INDEX.itemsize,
         f"{segment_name(entry.number)}.cuts": entry.cut_entries * CUTS.itemsize,
     }
+    if entry.ends_bytes is not None:
+        sizes[f"{entry.name}.ends"] = entry.ends_bytes
     paths = {segments / name: size for name, size in sizes.items()}
     return all(path.exists() and path.stat().st_size >= size for path, size in paths.items())
 
@@ -180,10 +193,10 @@ def _crc_of(path: Path, size: int) -> int | None:
     return zlib.crc32(raw) if len(raw) == size else None
 
 
-def _overwrite(path: Path, parts: list[Records]) -> None:
+def _overwrite(path: Path, parts: list[bytes]) -> None:
     with disk_errors(path, "rebuild the index"):
         fd = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
-            write_all(fd, [part.tobytes() for part in parts])
+            write_all(fd, parts)
         finally:
             os.close(fd)

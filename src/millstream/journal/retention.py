@@ -49,7 +49,8 @@ def pruned_after(before: Pruned | None, entries: Sequence[Entry]) -> Pruned:
 
 def size_of(entry: Entry) -> int:
     """Bytes of a closed segment's files."""
-    return entry.bytes + entry.index_entries * INDEX.itemsize + entry.cut_entries * CUTS.itemsize
+    index = entry.index_entries * INDEX.itemsize + entry.cut_entries * CUTS.itemsize
+    return entry.bytes + index + (entry.ends_bytes or 0)
 
 
 def due(

@@ -24,6 +24,7 @@ import pyarrow as pa
 from millstream.errors import JournalCorrupt
 from millstream.failpoint import failpoint
 from millstream.journal.commit import SCHEMA_MESSAGE, CommitMessages
+from millstream.journal.ends import EndsOf, encode
 from millstream.journal.files import disk_errors, open_file, remove_file, sync_directory, sync_file, write_all
 from millstream.journal.grouping import RUN_BYTES, by_relation, cut_runs
 from millstream.journal.index import INDEX, Records, column, index_of, integers
@@ -107,6 +108,7 @@ def seal(segments: Path, entry: Entry, journal_id: str, epoch: int, stop: thread
     except BaseException:
         remove_file(target)
         remove_file(target.with_suffix(".idx"))
+        remove_file(target.with_suffix(".ends"))
         raise
     failpoint("journal.seal_written")
     return sealed
@@ -116,12 +118,12 @@ def _write_sealed(
     segments: Path, entry: Entry, target: Path, journal_id: str, epoch: int, stop: threading.Event
 ) -> Entry:
     source = segments / f"{segment_name(entry.number)}.arrows"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     output = _Output(target)
     try:
-        index = [np.zeros(0, INDEX)]
+        index, ends = [np.zeros(0, INDEX)], EndsOf(entry.first_seq, entry.rows)
         for batch in runs(source, entry, stop):
             index.append(output.batch(batch))
+            ends.add(batch)
             # Arrow needs 20 MB here, but its allocator would keep 70: capture's memory is bounded.
             pa.default_memory_pool().release_unused()
         raw = np.concatenate(index).tobytes()
@@ -153,13 +155,9 @@ def _write_sealed(
         )
         output.write([CommitMessages().message(record)])
         output.sync()
-        with disk_errors(target, "write the index"):
-            fd = open_file(target.with_suffix(".idx"), flags)
-            try:
-                write_all(fd, [raw])
-                sync_file(fd, target.with_suffix(".idx"))
-            finally:
-                os.close(fd)
+        encoded = encode(ends.ends(open_end=entry.last_cut != entry.last_seq))
+        _write_beside(target.with_suffix(".idx"), raw)
+        _write_beside(target.with_suffix(".ends"), encoded.raw)
         sync_directory(segments)
     finally:
         output.close()
@@ -170,7 +168,21 @@ def _write_sealed(
         index_entries=mark.index_entries,
         index_crc=mark.index_crc,
         sealed_at=time.time(),
+        ends_bytes=len(encoded.raw),
+        ends_blocks=encoded.blocks,
+        ends_crc=encoded.crc,
     )
+
+
+def _write_beside(path: Path, raw: bytes) -> None:
+    """Write a derived file, durably."""
+    with disk_errors(path, "write the index"):
+        fd = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            write_all(fd, [raw])
+            sync_file(fd, path)
+        finally:
+            os.close(fd)
 
 
 class _Output:

@@ -236,7 +236,7 @@ def with_cut(mark: Mark, cut: Cut) -> tuple[Mark, bytes]:
     return replace(mark, cut_entries=mark.cut_entries + 1, cut_crc=zlib.crc32(raw, mark.cut_crc), last_cut=cut.seq), raw
 
 
-ENDINGS = (".arrows", ".idx", ".sealed.arrows", ".sealed.idx", ".cuts")
+ENDINGS = (".arrows", ".idx", ".sealed.arrows", ".sealed.idx", ".sealed.ends", ".cuts")
 """Of all files that a segment can have, in either form."""
 
 

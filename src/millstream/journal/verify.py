@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.errors import JournalError
+from millstream.journal.ends import decode, ends_of
 from millstream.journal.files import HEAD, HEADER, SEGMENTS
 from millstream.journal.format import Head, Header
 from millstream.journal.index import CUTS, INDEX, Records, in_seq_order, index_of
@@ -119,6 +120,7 @@ class _Verification:
                 batch, index = _content(data, name)
                 self._index(f"{SEGMENTS}/{entry.name}.idx", index, entry.index_entries, entry.index_crc)
                 cuts = self._cuts(entry.number, entry.cut_entries, entry.cut_crc)
+                self._ends(entry, batch)
                 rows.segment(name, batch, entry.first_seq, entry.last_seq, cuts, entry.last_cut)
         if data is None or rows.next_seq != entry.last_seq + 1:
             rows.skip_to(entry.last_seq + 1)
@@ -181,6 +183,21 @@ class _Verification:
 
     def _cuts(self, number: int, count: int, crc: int | None) -> Records | None:
         return self._records(f"{SEGMENTS}/{segment_name(number)}.cuts", count, crc, CUTS)
+
+    def _ends(self, entry: Entry, rows: pa.RecordBatch) -> None:
+        """The transaction ends of a sealed segment, against its rows."""
+        name = f"{SEGMENTS}/{entry.name}.ends"
+        if entry.ends_bytes is None or len(rows) != entry.rows:
+            return
+        try:
+            found = decode((self.path / name).read_bytes(), entry.ends_blocks, entry.ends_crc, name)
+        except FileNotFoundError:
+            self._say(name, "is missing; the writer makes it again when it opens the journal")
+        except JournalError:
+            self._say(name, "is damaged; remove it and the writer makes it again when it opens the journal")
+        else:
+            if not np.array_equal(found, ends_of([rows], entry.first_seq, entry.last_seq, entry.last_cut)):
+                self._say(name, "does not agree with the segment")
 
     def _records(self, name: str, count: int, crc: int | None, dtype: np.dtype[np.void]) -> Records | None:
         try:
