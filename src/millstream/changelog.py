@@ -33,7 +33,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.model import Op, Relation
-from millstream.sources.decoders import decoder
+from millstream.sources.decoders import decoded_schema, decoder
 
 _FRONT = [
     pa.field("_ms_op", pa.string(), nullable=False),
@@ -93,8 +93,7 @@ def _is_ours(name: str) -> bool:
 def schema(relation: Relation) -> pa.Schema:
     """The schema of a relation's changelog. Every user column is nullable, whatever the source says:
     a delete may know its key only, and a truncate has no row."""
-    nothing = pa.array([], pa.large_binary())
-    own = list(decoder(exposed(relation)).decode(np.empty(0, np.uint8), nothing).after.schema)
+    own = list(decoded_schema(exposed(relation)))
     before = [pa.field(BEFORE, pa.struct(own))] if own else []
     return pa.schema([*own, *_FRONT, *before, *_BACK])
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -353,3 +355,19 @@ def test_an_error_crosses_processes(journal: Journal) -> None:
     made = pickle.loads(pickle.dumps(DefaultSource({"journal": str(journal.path)})))  # noqa: S301
     with pytest.raises(MillstreamError, match="where to start is missing"):
         made.schema()
+
+
+def test_planning_does_without_pandas(journal: Journal) -> None:
+    """pyarrow imports it at the first `pa.array`, for half a second in each of Spark's planning processes."""
+    fill(journal)
+    program = f"""
+import sys
+from pyspark_millstream import DefaultSource
+assert "pyarrow" not in sys.modules, "Spark imports the format to learn its name, whatever it is asked for"
+source = DefaultSource({{"journal": {str(journal.path)!r}, "table": "{T}", "startingSeq": "earliest"}})
+stream = source.streamReader(source.schema())
+stream.partitions(stream.initialOffset(), stream.latestOffset(stream.initialOffset(), stream.getDefaultReadLimit()))
+assert len(source.reader(source.schema()).partitions()) == 1
+assert "pandas" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import pyarrow as pa
+
 from millstream.errors import JournalCorrupt
 from millstream.model import Relation
 from millstream.sources.base import Decoder
 from millstream.sources.postgres.decode import PostgresDecoder
 from millstream.sources.postgres.messages import MESSAGES, MessageDecoder
+from millstream.sources.postgres.types import column_types
 
 
 @lru_cache(maxsize=1024)
@@ -20,6 +23,13 @@ def decoder(relation: Relation) -> Decoder:
             hint="use the version of millstream that wrote the journal, or a newer one",
         )
     return MessageDecoder(relation) if _is_messages(relation) else PostgresDecoder(relation)
+
+
+def decoded_schema(relation: Relation) -> pa.Schema:
+    """The columns that the relation's decoder gives, without decoding anything: planners need no more."""
+    decoder(relation)
+    types = column_types(relation)
+    return pa.schema([pa.field(c.name, t.arrow) for c, t in zip(relation.columns, types, strict=True)])
 
 
 def messages(source_kind: str) -> Relation:

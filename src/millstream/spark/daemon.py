@@ -21,6 +21,7 @@ PRELOAD = (
     "millstream.changelog",
     "millstream.journal",
     "millstream.sources.decoders",
+    "millstream.spark.format_readers",
     "millstream.spark.slices",
     "millstream.spark.stage",
     "millstream.targets",
