@@ -38,6 +38,11 @@ STRETCH_BYTES = 4 << 20
 """So much of the open form is read at a time, and one message more."""
 
 
+SYNC_BYTES = 4 << 20
+"""So much of the sealed form is synced at a time. All at once it would fill the disk's queue, and capture's
+own small syncs would wait behind it."""
+
+
 class Cancelled(Exception):
     """The writer is closing; the sealing is done again at its next opening."""
 
@@ -192,7 +197,7 @@ class _Output:
         self._path = path
         with disk_errors(path, "write the sealed segment"):
             self._fd = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        self.length = 0
+        self.length = self._synced = 0
         self.crc = 0
         self.write([SCHEMA_MESSAGE])
 
@@ -208,9 +213,12 @@ class _Output:
         for part in parts:
             self.length += len(memoryview(part))
             self.crc = zlib.crc32(part, self.crc)
+        if self.length - self._synced >= SYNC_BYTES:
+            self.sync()
 
     def sync(self) -> None:
         sync_file(self._fd, self._path)
+        self._synced = self.length
 
     def close(self) -> None:
         os.close(self._fd)
