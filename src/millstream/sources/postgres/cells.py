@@ -42,7 +42,7 @@ class Message:
         self.end: Ints = offsets[1:] - base
         self.binary: pa.DataType = pa.binary() if end - base < _SMALL else pa.large_binary()
         self._offset: type[np.int32 | np.int64] = np.int32 if end - base < _SMALL else np.int64
-        self._short = bool((self.end - self.begin < 256).all())
+        self._longest = int((self.end - self.begin).max(initial=0))
 
     def int32(self, at: Ints) -> npt.NDArray[np.uint32]:
         """The big-endian 32-bit numbers at these places, as they stand, aligned or not."""
@@ -57,8 +57,11 @@ class Message:
         return every[at]
 
     def lengths(self, at: Ints) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """The lengths of cells at these places. In rows this short all but the last byte are zero."""
-        return self.bytes[at + 3] if self._short else self.int32(at)
+        """The lengths of cells at these places. In short rows all but the last byte, or two, are zero."""
+        if self._longest >= 1 << 16:
+            return self.int32(at)
+        last = self.bytes[at + 3]
+        return last if self._longest < 1 << 8 else np.left_shift(self.bytes[at + 2], 8, dtype=np.uint16) | last
 
     def bounds(self, columns: int, rows: int) -> npt.NDArray[np.signedinteger[Any]]:
         """Room for the bounds of cells (and one more, see `gather`), as wide as the chunk needs."""

@@ -110,13 +110,17 @@ class PostgresDecoder:
         if not known.all():
             raise JournalCorrupt(f"a message of {self.relation.table} has a tuple its kind cannot have")
         first, at = walk(message, begin + _TUPLE_AT, columns)
-        after, before = first, first.copy() if has_before.any() else None
         rows = np.flatnonzero(has_before & (tag == ord("U")))
+        every = len(rows) == len(begin)
+        after, before = first, first.copy() if has_before.any() and not every else None
         if len(rows):
             if (message.bytes[at[rows]] != _NEW).any():
                 raise JournalCorrupt(f"an update of {self.relation.table} has no new row")
             second, at[rows] = walk(message, at[rows] + 1, columns)
-            after.put(rows, second)
+            if every:
+                after, before = second, first
+            else:
+                after.put(rows, second)
         if (at != end).any():
             raise JournalCorrupt(f"a message of {self.relation.table} is not as long as its row")
         if before is not None and not has_before.all():
@@ -155,13 +159,12 @@ class Result:
 
     def add(self, message: Message, after: Cells, before: Cells | None, has_before: Bools) -> None:
         """Cast and append one chunk."""
-        columns = range(len(self.types))
         left_out = after.kind == UNCHANGED
         if left_out.any():
             rows, which = np.nonzero(left_out.T)
             self.unchanged.append((rows + self.rows, which))
-        new = [self._column(message, after, column, "") for column in columns]
-        old = None if before is None else [self._column(message, before, column, BEFORE) for column in columns]
+        new = self._columns(message, after, "")
+        old = None if before is None else self._columns(message, before, BEFORE)
         self.append(new, old, has_before)
 
     def append(self, after: list[pa.Array], before: list[pa.Array] | None, has_before: Bools) -> None:
@@ -171,13 +174,26 @@ class Result:
         self.has_before.append(has_before)
         self.rows += len(has_before)
 
-    def _column(self, message: Message, cells: Cells, column: int, prefix: str) -> pa.Array:
+    def _columns(self, message: Message, cells: Cells, prefix: str) -> list[pa.Array]:
+        # One look at all cells spares the common columns several looks at each: that is what few rows cost.
+        whole = (cells.kind == TEXT).all(axis=1).tolist()
+        return [
+            self._values(message, cells, column, prefix, None, binary=False)
+            if whole[column]
+            else self._mixed(message, cells, column, prefix)
+            for column in range(len(self.types))
+        ]
+
+    def _mixed(self, message: Message, cells: Cells, column: int, prefix: str) -> pa.Array:
+        """A column of which not every cell was sent as text."""
         kind = cells.kind[column]
         texts: Bools = kind == TEXT
         binaries: Bools = kind == BINARY
         if not binaries.any():
+            if not texts.any():
+                return pa.nulls(len(kind), self.types[column].arrow)
             return self._values(message, cells, column, prefix, texts, binary=False)
-        array = self._values(message, cells, column, prefix, binaries, binary=True)
+        array = self._values(message, cells, column, prefix, None if binaries.all() else binaries, binary=True)
         if not texts.any():
             return array
         # The source was told another wire format in between: each cell says which form it has.
@@ -185,13 +201,11 @@ class Result:
         return both.take(integers(np.arange(len(kind)) + np.where(texts, len(kind), 0)))
 
     def _values(
-        self, message: Message, cells: Cells, column: int, prefix: str, sent: Bools, *, binary: bool
+        self, message: Message, cells: Cells, column: int, prefix: str, sent: Bools | None, *, binary: bool
     ) -> pa.Array:
-        """The column with the cells that were sent in one form; the others are NULL."""
+        """The column with the cells that were `sent` in one form (None: all were); the others are NULL."""
         to = self.types[column]
-        if not sent.any():
-            return pa.nulls(len(sent), to.arrow)
-        values = gather(message, cells.bounds[column], None if sent.all() else sent)
+        values = gather(message, cells.bounds[column], sent)
         array, odd = to.read_binary(values) if binary else to.read(values)
         if len(odd):
             exact = to.binary_text(values, odd) if binary else exact_text(values, odd)
@@ -221,15 +235,20 @@ class Result:
         return [pa.nulls(rows, t.arrow) for t in self.types]
 
     def _unchanged(self) -> pa.ListArray:
-        rows = np.concatenate([rows for rows, _ in self.unchanged]) if self.unchanged else np.zeros(0, np.int64)
-        columns = np.concatenate([c for _, c in self.unchanged]) if self.unchanged else np.zeros(0, np.int64)
-        names = strings(self.names).take(integers(columns))
-        return pa.ListArray.from_arrays(_offsets(rows, self.rows), names)
+        if not self.unchanged:
+            return pa.ListArray.from_arrays(self._none(), pa.nulls(0, pa.string()))
+        rows = np.concatenate([rows for rows, _ in self.unchanged])
+        columns = np.concatenate([columns for _, columns in self.unchanged])
+        return pa.ListArray.from_arrays(_offsets(rows, self.rows), strings(self.names).take(integers(columns)))
+
+    def _none(self) -> pa.Array:
+        """List offsets for rows without any entry."""
+        return integers(np.zeros(self.rows + 1, np.int32))
 
     def _special(self) -> pa.MapArray:
         if not self.special:
             empty = pa.nulls(0, pa.string())
-            return pa.MapArray.from_arrays(_offsets(np.zeros(0, np.int64), self.rows), empty, empty)
+            return pa.MapArray.from_arrays(self._none(), empty, empty)
         rows = np.concatenate([rows for rows, _, _ in self.special])
         labels = strings([label for _, label, _ in self.special])
         which = np.repeat(np.arange(len(self.special)), [len(rows) for rows, _, _ in self.special])
