@@ -33,7 +33,8 @@ next: ## Run the short form of the tests on the newest PySpark that is supported
 	@VENV="$(NEXT_VENV)" PYSPARK=$(NEXT_PYSPARK) scripts/setup
 	@"$(NEXT_VENV)/bin/python" -m pytest -m "spark and not chaos" tests
 
-bench: setup ## Measure speed and latency on this machine
+bench: setup ## Measure speed and latency on this machine, against others
+	@bench/debezium/build || true # it says itself what is missing; the other benches need none of it
 	@$(PYTHON_IN_VENV) -m millstream bench
 
 lint: setup ## Check style, format and types

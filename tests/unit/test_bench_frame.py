@@ -11,25 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from millstream.bench import BENCHES, Bench, frame, mix
-from millstream.bench.frame import Run, Settings, Taken, alternate, machine, result
+from millstream.bench.frame import BASELINE, OURS, Round, Settings, Taken, alternate, machine, result
 from millstream.cli.app import app
 from millstream.errors import BenchRefused
-
-
-class Quiet:
-    """Hears what a bench says."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def plan(self, steps: int) -> None:
-        self.said.append(f"{steps} steps")
-
-    def step(self, text: str) -> None:
-        self.said.append(text)
-
-    def note(self, text: str) -> None:
-        self.said.append(text)
+from tests.fixtures.steps import Quiet
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +24,8 @@ def own_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (0.1, 0.1, 0.1))
 
 
-def of(part: str, theirs: float, ours: float, *, equal: bool = True) -> Run:
-    return Run(part, 1000, theirs, ours, equal, {}, {})
+def of(part: str, theirs: float, ours: float, *, equal: bool = True) -> Round:
+    return Round(part, 1000, {BASELINE: Taken(theirs, equal=True), OURS: Taken(ours, equal)})
 
 
 def test_a_second_bench_is_refused_and_told_who_runs() -> None:
@@ -86,26 +71,27 @@ def test_both_ways_take_turns_and_the_first_turn_too() -> None:
         return run
 
     steps = Quiet()
-    runs = alternate(mix.parts(150)[:2], Settings(steps, repeat=2), way("theirs"), way("ours"))
+    ways = {BASELINE: way("theirs"), OURS: way("ours")}
+    rounds = alternate(mix.parts(150)[:2], Settings(steps, repeat=2), ways)
     assert order == ["theirs 1", "ours 1", "ours 1", "theirs 1", "theirs 20", "ours 20", "ours 20", "theirs 20"]
-    assert len(runs) == 4
+    assert len(rounds) == 4
     assert steps.said[0] == "8 steps"
 
 
 def test_medians_count_and_the_lowest_ratio() -> None:
-    runs = [of("a", 4.0, 1.0), of("a", 2.0, 9.0), of("a", 3.0, 2.0), *[of("b", 1.0, 2.0)] * 3]
-    found = result("capture", runs, baseline="another", must=0.5)
+    rounds = [of("a", 4.0, 1.0), of("a", 2.0, 9.0), of("a", 3.0, 2.0), *[of("b", 1.0, 2.0)] * 3]
+    found = result("capture", rounds, baseline="another", must=0.5)
     assert [part["ratio"] for part in found["parts"]] == [1.5, 0.5]
     assert [part["spread"] for part in found["parts"]] == [4.0, 0.0]
     assert (found["ratio"], found["reached"], found["rows"]) == (0.5, True, 2000)
     assert (found["value"], found["baseline_value"]) == (500, 500)
     assert [run["seconds"] for run in found["runs"]] == [1.0, 9.0, 2.0, 2.0, 2.0, 2.0]
-    assert not result("capture", runs, baseline="another", must=0.6)["reached"]
+    assert not result("capture", rounds, baseline="another", must=0.6)["reached"]
 
 
 def test_one_wrong_run_makes_all_of_it_wrong() -> None:
-    runs = [of("a", 1.0, 1.0), of("a", 1.0, 1.0, equal=False), of("a", 1.0, 1.0)]
-    assert result("capture", runs, baseline="another", must=None)["equal"] is False
+    rounds = [of("a", 1.0, 1.0), of("a", 1.0, 1.0, equal=False), of("a", 1.0, 1.0)]
+    assert result("capture", rounds, baseline="another", must=None)["equal"] is False
 
 
 def test_the_mix_is_three_thirds_of_whole_transactions() -> None:

@@ -35,12 +35,12 @@ def _decode(settings: Settings) -> Json:
     return {"must": DECODE_MUST, "reached": found["ratio"] >= DECODE_MUST, **found}
 
 
-def _of(module: str) -> Callable[[Settings], Json]:
+def _of(module: str, function: str = "run") -> Callable[[Settings], Json]:
     """The bench of a module, imported when it runs: it brings a driver, and perhaps Spark."""
 
     def run(settings: Settings) -> Json:
         try:
-            found: Json = import_module(f"millstream.bench.{module}").run(settings)
+            found: Json = getattr(import_module(f"millstream.bench.{module}"), function)(settings)
         except ImportError as missing:
             if missing.name is None or not missing.name.startswith("psycopg"):
                 raise
@@ -53,9 +53,21 @@ def _of(module: str) -> Callable[[Settings], Json]:
 
 BENCHES: Mapping[str, Bench] = {
     "decode": Bench(_decode, "row messages to typed columns, on one core", frozenset({"rows"})),
-    "capture": Bench(_of("capture"), "slot to journal, streaming", frozenset({"rows", "repeat"})),
+    "capture": Bench(_of("capture"), "slot to journal", frozenset({"rows", "repeat", "bulk", "open_transaction"})),
     "lookup": Bench(_of("lookup"), "places in the index of a journal of 100 GB, cold and warm"),
+    "drain": Bench(_of("drain"), "slot to Parquet through Spark", frozenset({"rows", "repeat", "debezium"})),
+    "fanout": Bench(_of("drain", "run_fanout"), "the same to three targets", frozenset({"rows", "repeat"})),
+    "latency": Bench(_of("latency"), "commit to visible file", frozenset({"seconds", "repeat"})),
 }
 
-ALL: tuple[tuple[str, dict[str, Any]], ...] = (("decode", {}), ("lookup", {}), ("capture", {}))
+ALL: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    ("decode", {}),
+    ("lookup", {}),
+    ("capture", {}),
+    ("capture", {"bulk": True}),
+    ("capture", {"bulk": True, "open_transaction": True}),
+    ("drain", {}),
+    ("fanout", {}),
+    ("latency", {}),
+)
 """What `millstream bench` runs, in this order, each with options of its own."""

@@ -1,11 +1,12 @@
-"""From a slot to the journal: the capture process against `pg_recvlogical`, on copies of one slot."""
+"""From a slot to the journal, streaming or in bulk, against `pg_recvlogical` on a copy of the same slot."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from millstream.bench import content, recvlogical
-from millstream.bench.frame import Settings, Taken, alternate, result
+from millstream.bench.frame import BASELINE, OURS, Settings, Taken, alternate, result
 from millstream.bench.mix import Part, parts
 from millstream.bench.processes import cpu_seconds
 from millstream.bench.rig import Backlog, Rig, await_true, await_value, rig, server_cpu
@@ -14,32 +15,50 @@ from millstream.engine.supervisor import Supervisor
 from millstream.errors import BenchFailed
 from millstream.journal import JournalReader
 from millstream.model import Json
-from millstream.observe import Observers
+from millstream.observe import Event
 
 CHANGES = 800_000
 MUST = 0.95
+MUST_BULK = 2.0
+MUST_HELD = 1.0
+"""In bulk, while a transaction is open from before the first change until after the last."""
+STREAMING = {"catch_up": "streaming"}
+BULK = {"catch_up": "auto", "catch_up_behind": "64KiB"}
+"""Bulk reading ends at a quarter of that distance: next to nothing is left for the stream."""
 
 
 def run(settings: Settings) -> Json:
-    """Streaming, the whole mix."""
+    """The whole mix, streaming or in bulk."""
     mix = parts(settings.rows or CHANGES)
-    with rig(mix, settings.steps.step) as made:
+    options = BULK if settings.bulk else STREAMING
+    with rig(mix, settings.steps.step, open_transaction=settings.open_transaction) as made:
 
         def baseline(part: Part) -> Taken:
             return recvlogical.drain(made.of(part), made.directory / "baseline.out")
 
         def ours(part: Part) -> Taken:
-            return drain(made, made.of(part))
+            return drain(made, made.of(part), options)
 
-        runs = alternate(mix, settings, baseline, ours)
-    return result("capture", runs, baseline=recvlogical.NAME, must=MUST)
+        rounds = alternate(mix, settings, {BASELINE: baseline, OURS: ours})
+    return result(_name(settings), rounds, baseline=recvlogical.NAME, must=_must(settings))
 
 
-def drain(made: Rig, backlog: Backlog) -> Taken:
+def _name(settings: Settings) -> str:
+    return "capture" + " --bulk" * settings.bulk + " --open-transaction" * settings.open_transaction
+
+
+def _must(settings: Settings) -> float:
+    if not settings.bulk:
+        return MUST
+    return MUST_HELD if settings.open_transaction else MUST_BULK
+
+
+def drain(made: Rig, backlog: Backlog, options: Mapping[str, str]) -> Taken:
     """Time from capture's connection to the server until the last change is durable and visible in the journal."""
     journal = made.scratch("run") / "journal"
+    modes = Modes()
     with backlog.cut_off(journal) as line, backlog.connect() as connection:
-        supervisor = Supervisor(CaptureOrder(backlog.source(catch_up="streaming"), journal), Observers())
+        supervisor = Supervisor(CaptureOrder(backlog.source(**options), journal), modes)
         supervisor.start()
         try:
             # It finds the line cut and waits: from here on nothing of its own start is in the way.
@@ -51,7 +70,19 @@ def drain(made: Rig, backlog: Backlog) -> Taken:
             spent = {"server": round(server_cpu(connection), 2), "capture": round(used, 2)}
         finally:
             supervisor.stop()
-    return Taken(ended - began, content.journal_equals(journal, backlog), spent)
+    return Taken(ended - began, content.journal_equals(journal, backlog), spent, {"modes": modes.seen})
+
+
+class Modes:
+    """Hears in which way the log was read, so that a figure for bulk is one."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_event(self, event: Event) -> None:
+        mode = {"source.bulk_started": "bulk", "source.bulk_ended": "streaming", "source.bulk_refused": "refused"}
+        if event.kind in mode:
+            self.seen.append(mode[event.kind])
 
 
 def _await_end(journal: Path, goal: int, supervisor: Supervisor) -> float:

@@ -14,6 +14,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from millstream.bench.mix import TABLES
+from millstream.bench.recvlogical import EPOCH_2000_US
 from millstream.bench.rig import WARM, Backlog, Connection
 from millstream.demo.proof import check_log
 from millstream.fold import Inconsistent, fold
@@ -21,7 +22,6 @@ from millstream.journal import JournalReader, open_slice
 from millstream.model import SeqRange
 
 STEP = 50_000
-_EPOCH_2000_US = 946_684_800_000_000
 
 
 def journal_equals(journal: Path, backlog: Backlog) -> bool:
@@ -75,7 +75,7 @@ def _begins(batch: pa.RecordBatch) -> bytes:
     first = batch.filter(pc.equal(batch.column("tx_index"), 0))
     begins = np.empty(first.num_rows, np.dtype([("position", ">i8"), ("time", ">i8"), ("id", ">i4")]))
     begins["position"] = first.column("commit_position").to_numpy()
-    begins["time"] = first.column("commit_ts").cast(pa.int64()).to_numpy() - _EPOCH_2000_US
+    begins["time"] = first.column("commit_ts").cast(pa.int64()).to_numpy() - EPOCH_2000_US
     begins["id"] = first.column("txid").to_numpy()
     return begins.tobytes()
 

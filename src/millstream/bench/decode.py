@@ -58,7 +58,7 @@ def run(rows: int = ROWS, loop_rows: int = LOOP_ROWS, runs: int = RUNS) -> dict[
         "baseline": "row-at-a-time Python, strings only",
         "baseline_value": round(baseline),
         "ratio": round(value / baseline, 1),
-        "runs": runs,
+        "runs": [{"value": round(ours), "baseline_value": round(loop)} for ours, loop in zip(fast, slow, strict=True)],
         "rows": rows,
         "equal": _equal(columns.decode(op, payload).after.slice(0, loop_rows), row_at_a_time(few)),
     }

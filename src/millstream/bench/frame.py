@@ -11,12 +11,12 @@ import fcntl
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from millstream.bench.mix import Part
 from millstream.errors import BenchRefused
@@ -49,6 +49,9 @@ class Settings:
     rows: int | None = None
     repeat: int = REPEAT
     seconds: float | None = None
+    bulk: bool = False
+    open_transaction: bool = False
+    debezium: bool = True
 
 
 @dataclass(frozen=True)
@@ -57,28 +60,24 @@ class Taken:
 
     seconds: float
     equal: bool
-    cpu_seconds: Json = field(default_factory=dict)
+    cpu_seconds: Mapping[str, float] = field(default_factory=dict)
     """By process, where the way was watched."""
-    extra: Json = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What else the run has to say; goes into the result as it is."""
 
 
 @dataclass(frozen=True)
-class Run:
-    """Both ways, one after the other, on the same changes."""
+class Round:
+    """All ways, one after the other, on the same changes."""
 
     part: str
     rows: int
-    baseline_seconds: float
-    seconds: float
-    equal: bool
-    cpu_seconds: Json
-    extra: Json
-
-    def to_json(self) -> Json:
-        return {key: value for key, value in asdict(self).items() if value != {}}
+    taken: Mapping[str, Taken]
 
 
 Way = Callable[[Part], Taken]
+
+OURS, BASELINE = "ours", "baseline"
 
 
 @contextmanager
@@ -128,39 +127,29 @@ def _open_lock() -> int:
         ) from refused
 
 
-def alternate(parts: Sequence[Part], settings: Settings, baseline: Way, ours: Way) -> list[Run]:
-    """Baseline and ours by turns on each part. Who goes first changes too, so that neither always has it warm."""
-    settings.steps.plan(2 * len(parts) * settings.repeat)
-    runs = []
+def alternate(parts: Sequence[Part], settings: Settings, ways: Mapping[str, Way]) -> list[Round]:
+    """Every way by turns on each part. Who goes first changes too, so that none always finds it warm."""
+    settings.steps.plan(len(ways) * len(parts) * settings.repeat)
+    rounds = []
     for part in parts:
         for number in range(settings.repeat):
             taken: dict[str, Taken] = {}
-            ways = [("baseline", baseline), ("ours", ours)]
-            for name, way in ways if number % 2 == 0 else reversed(ways):
+            first = number % len(ways)
+            for name in (*list(ways)[first:], *list(ways)[:first]):
                 settings.steps.step(f"{part.name}, {name}, {number + 1} of {settings.repeat}")
-                taken[name] = way(part)
-            theirs, own = taken["baseline"], taken["ours"]
-            runs.append(
-                Run(
-                    part.name,
-                    part.changes,
-                    round(theirs.seconds, 4),
-                    round(own.seconds, 4),
-                    theirs.equal and own.equal,
-                    own.cpu_seconds,
-                    own.extra,
-                )
-            )
-    return runs
+                taken[name] = ways[name](part)
+            rounds.append(Round(part.name, part.changes, taken))
+    return rounds
 
 
-def result(name: str, runs: Sequence[Run], *, baseline: str, must: float | None) -> Json:
+def result(name: str, rounds: Sequence[Round], *, baseline: str, must: float | None, against: str = BASELINE) -> Json:
     """The figures: changes per second over the whole mix, and the ratio of the part that did worst.
 
-    A part's ratio is the median time of the baseline over the median of ours. `value` and `baseline_value` are
-    all changes over the sum of those medians.
+    A part's ratio is the median time of the way `against` over the median of ours. `value` and `baseline_value`
+    are all changes over the sum of those medians. `baseline` is that way's name for people.
     """
-    parts = [_part([run for run in runs if run.part == part]) for part in dict.fromkeys(run.part for run in runs)]
+    names = dict.fromkeys(one.part for one in rounds)
+    parts = [_part([one for one in rounds if one.part == part], against) for part in names]
     rows = sum(part["rows"] for part in parts)
     ratio = min(part["ratio"] for part in parts)
     return {
@@ -173,26 +162,40 @@ def result(name: str, runs: Sequence[Run], *, baseline: str, must: float | None)
         "must": must,
         "reached": must is None or ratio >= must,
         "rows": rows,
-        "equal": all(run.equal for run in runs),
+        "equal": all(one.taken[way].equal for one in rounds for way in (OURS, against)),
         "parts": parts,
-        "runs": [run.to_json() for run in runs],
+        "runs": [_run(one, against) for one in rounds],
     }
 
 
-def _part(runs: Sequence[Run]) -> Json:
-    theirs = statistics.median(run.baseline_seconds for run in runs)
-    ours = statistics.median(run.seconds for run in runs)
-    rows = runs[0].rows
+def _run(one: Round, against: str) -> Json:
+    ours, theirs = one.taken[OURS], one.taken[against]
+    run: Json = {
+        "part": one.part,
+        "rows": one.rows,
+        "baseline_seconds": round(theirs.seconds, 4),
+        "seconds": round(ours.seconds, 4),
+        "equal": ours.equal and theirs.equal,
+    }
+    if ours.cpu_seconds:
+        run["cpu_seconds"] = ours.cpu_seconds
+    return run | dict(ours.extra) | {f"baseline_{key}": value for key, value in theirs.extra.items()}
+
+
+def _part(rounds: Sequence[Round], against: str) -> Json:
+    ours = [one.taken[OURS].seconds for one in rounds]
+    theirs = [one.taken[against].seconds for one in rounds]
+    middle, their_middle, rows = statistics.median(ours), statistics.median(theirs), rounds[0].rows
     return {
-        "part": runs[0].part,
+        "part": rounds[0].part,
         "rows": rows,
-        "value": round(rows / ours),
-        "baseline_value": round(rows / theirs),
-        "ratio": round(theirs / ours, 3),
-        "seconds": ours,
-        "baseline_seconds": theirs,
-        "spread": _spread([run.seconds for run in runs]),
-        "baseline_spread": _spread([run.baseline_seconds for run in runs]),
+        "value": round(rows / middle),
+        "baseline_value": round(rows / their_middle),
+        "ratio": round(their_middle / middle, 3),
+        "seconds": round(middle, 4),
+        "baseline_seconds": round(their_middle, 4),
+        "spread": _spread(ours),
+        "baseline_spread": _spread(theirs),
     }
 
 

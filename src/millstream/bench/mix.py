@@ -47,7 +47,8 @@ def parts(changes: int) -> tuple[Part, ...]:
 
 
 def schema() -> str:
-    """Tables, and the procedure `bench.load(transaction, first cycle, last cycle)`."""
+    """Tables, and the procedures: `bench.load(transaction, first cycle, last cycle)` writes as fast as it can,
+    `bench.trickle(first cycle, last cycle, transactions a second)` keeps a pace."""
     return "\n".join([f"CREATE SCHEMA {SCHEMA_NAME};", *map(_table, TABLES), *_verbs(), _LOAD])
 
 
@@ -132,5 +133,21 @@ BEGIN
             COMMIT;
         END LOOP;
     END IF;
+END $$;
+
+-- The same cycles in transactions of two, so many of them a second, each at its own time.
+CREATE PROCEDURE {SCHEMA_NAME}.trickle(first bigint, last bigint, a_second float8) LANGUAGE plpgsql AS $$
+DECLARE
+    began timestamptz := clock_timestamp();
+    n bigint;
+BEGIN
+    FOR c IN first .. last BY 2 LOOP
+        PERFORM pg_sleep_until(began + (c - first) / 2 / a_second * interval '1 s');
+        FOR one IN c .. c + 1 LOOP
+            n := 1 + (one - 1) / {len(TABLES)};
+            PERFORM {SCHEMA_NAME}.cycles((1 + (one - 1) % {len(TABLES)})::int, n, n);
+        END LOOP;
+        COMMIT;
+    END LOOP;
 END $$;
 """

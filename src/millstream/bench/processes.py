@@ -11,12 +11,12 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a process has used so far, all its threads; 0 when it is gone."""
+    """What a process has used so far, with its threads and the children it has outlived; 0 when it is gone."""
     try:
         fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0.0
-    return (int(fields[11]) + int(fields[12])) / _TICKS
+    return sum(map(int, fields[11:15])) / _TICKS
 
 
 def engine_cpu() -> dict[str, float]:

@@ -220,7 +220,7 @@ def _backlog(server: EmbeddedPostgres, part: Part, directory: Path, holding: Exi
     uri = server.uri()
     with psycopg.connect(uri, autocommit=True) as connection:
         connection.execute(schema().encode())
-        _prepare(uri, "origin")
+        prepare(uri, "origin")
         _load(connection, WARM, 1, WARM // CYCLE)
         with _copied(connection, "origin", SLOT):
             position = _first_journal(uri, directory / "journal")
@@ -240,7 +240,7 @@ def _source(uri: str, **options: Any) -> SourceSpec:
     return SourceSpec(SOURCE, "postgres", uri, None, (f"{SCHEMA_NAME}.*",), options=chosen)
 
 
-def _prepare(uri: str, slot: str) -> None:
+def prepare(uri: str, slot: str) -> None:
     """Publications, then the slot, as a first start makes them."""
     source = PostgresSource(_source(uri, slot=slot))
     try:

@@ -17,6 +17,12 @@ def bench(
     name: Annotated[str | None, typer.Argument(help="Which one; without a name, all of them.")] = None,
     rows: Annotated[int | None, typer.Option(min=1, max=10_000_000, help="How many changes.")] = None,
     repeat: Annotated[int | None, typer.Option(min=1, help="How often each way is run; medians count.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=0.5, help="How long the load of `latency` runs.")] = None,
+    bulk: Annotated[bool, typer.Option("--bulk", help="`capture` by bulk reading instead of streaming.")] = False,
+    open_transaction: Annotated[
+        bool, typer.Option("--open-transaction", help="`capture` while a transaction is open all the time.")
+    ] = False,
+    no_debezium: Annotated[bool, typer.Option("--no-debezium", help="Leave Debezium out of `drain`.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Measure on a busy machine; the result says so.")] = False,
     json: Json = False,
 ) -> None:
@@ -27,8 +33,15 @@ def bench(
 
     if name is not None and name not in BENCHES:
         raise typer.BadParameter(f"no bench is called {name}; there are {', '.join(BENCHES)}", param_hint="NAME")
-    given = {"rows": rows, "repeat": repeat}
-    chosen = {option: value for option, value in given.items() if value}
+    given = {
+        "rows": rows,
+        "repeat": repeat,
+        "seconds": seconds,
+        "bulk": bulk or None,
+        "open_transaction": open_transaction or None,
+        "debezium": False if no_debezium else None,
+    }
+    chosen = {option: value for option, value in given.items() if value is not None}
     _refuse_strangers(name, chosen)
     results: list[Result] = []
     with machine(name or "all", force=force) as load, display(live=not json) as steps:
@@ -37,7 +50,8 @@ def bench(
             found = BENCHES[one].run(Settings(steps, **known))
             results.append({**found, "load": round(load, 2), "forced": force})
     _print(results, alone=name is not None, json=json)
-    raise typer.Exit(0 if all(result["equal"] for result in results) else 1)
+    everything = [one for result in results for one in (result, *result.get("rivals", ()))]
+    raise typer.Exit(0 if all(one["equal"] for one in everything) else 1)
 
 
 def _refuse_strangers(name: str | None, chosen: Mapping[str, object]) -> None:
@@ -46,9 +60,11 @@ def _refuse_strangers(name: str | None, chosen: Mapping[str, object]) -> None:
 
     for option in chosen:
         knowing = [one for one, bench in BENCHES.items() if option in bench.options]
+        flag = {"debezium": "no-debezium"}.get(option, option.replace("_", "-"))
+        if name is None and option in ("bulk", "open_transaction"):
+            raise typer.BadParameter(f"--{flag} needs the name of a bench: {', '.join(knowing)}")
         if name is not None and name not in knowing:
-            flag = f"--{option.replace('_', '-')}"
-            raise typer.BadParameter(f"{flag} means nothing to {name}, only to {', '.join(knowing)}")
+            raise typer.BadParameter(f"--{flag} means nothing to {name}, only to {', '.join(knowing)}")
 
 
 def _print(results: list[Result], *, alone: bool, json: bool) -> None:

@@ -78,14 +78,15 @@ def table(results: list[Json]) -> Table:
         for part in result.get("parts", ()):
             _add_part(found, part, result["unit"])
         for rival in result.get("rivals", ()):
-            _add(found, rival, name=f"  beside {rival['baseline']}")
+            _add(found, rival, name=f"  beside {_short(rival['baseline'])}")
     return found
 
 
 def notes(results: list[Json]) -> Iterator[str]:
     """What a reader must know besides: against what, how many, on which machine."""
     for result in results:
-        yield f"{result['name']}: {result['rows']:,} rows, against {result['baseline']}"
+        others = [result["baseline"], *(rival["baseline"] for rival in result.get("rivals", ()))]
+        yield f"{result['name']}: {result['rows']:,} rows, against {' and '.join(others)}"
     if results and results[0]["forced"]:
         yield f"forced: the load of the machine was {results[0]['load']} at the start"
 
@@ -121,6 +122,10 @@ def _must(result: Json) -> str:
         return ""
     word = "reached" if result["reached"] else "not reached"
     return f"{must if isinstance(must, str) else _number(must)}, {word}"
+
+
+def _short(baseline: str) -> str:
+    return baseline.split(",")[0]
 
 
 def _figure(value: Any, unit: str) -> str:

@@ -125,6 +125,11 @@ class Runner:
                 self._shut_down(spark)
         return 1 if self._failed() else 0
 
+    def stop(self) -> None:
+        """Ask for the orderly end, as SIGTERM does. From any thread; `run` returns when it is done."""
+        self._stop.set()
+        self._wake.set()
+
     # Start
 
     def _await_sources(self) -> None:
@@ -278,8 +283,7 @@ class Runner:
     def _asked_to_stop(self, number: int, frame: FrameType | None) -> None:
         if self._stop.is_set():
             raise KeyboardInterrupt
-        self._stop.set()
-        self._wake.set()
+        self.stop()
 
     def _shut_down(self, spark: SparkSession | None) -> None:
         """Finish batches, acknowledge what they delivered, stop capture, stop Spark."""

@@ -1,0 +1,110 @@
+"""From a slot to Parquet through Spark: the whole way, for one target and for three."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+from millstream.bench import content, debezium, profile, recvlogical, stream
+from millstream.bench.frame import BASELINE, OURS, Settings, Taken, Way, alternate, result
+from millstream.bench.mix import Part, parts
+from millstream.bench.processes import engine_cpu, spent
+from millstream.bench.rig import PUBLICATION, SLOT, SOURCE, WARM, Backlog, Rig, rig, server_cpu
+from millstream.engine.home import Home
+from millstream.model import Json
+
+CHANGES = 1_000_000
+MUST = 1.5
+FANOUT_MUST = 1.0
+FANOUT_TARGETS = 3
+RIVAL = "Debezium"
+BATCH = '{"max_ms": "200ms"}'
+"""Files wait five seconds by default, or for 16 MiB; a backlog fills batches by itself, and its rest need not wait."""
+
+
+def run(settings: Settings) -> Json:
+    """One target; and Debezium beside us, where it can be had."""
+    return _run("drain", settings, targets=1, must=MUST, rival=settings.debezium)
+
+
+def run_fanout(settings: Settings) -> Json:
+    """The same with three targets of one stream."""
+    return _run("fanout", settings, targets=FANOUT_TARGETS, must=FANOUT_MUST, rival=False)
+
+
+def _run(name: str, settings: Settings, *, targets: int, must: float, rival: bool) -> Json:
+    mix = parts(settings.rows or CHANGES)
+    with ExitStack() as stack:
+        made = stack.enter_context(rig(mix, settings.steps.step))
+        stack.enter_context(stream.session(made.directory))
+
+        def baseline(part: Part) -> Taken:
+            return recvlogical.drain(made.of(part), made.directory / "baseline.out")
+
+        def ours(part: Part) -> Taken:
+            return drain(made, made.of(part), targets)
+
+        ways: dict[str, Way] = {BASELINE: baseline, OURS: ours}
+        if rival:
+            ways |= _rival(made, settings, stack)
+        _warm_up(ways, mix[-1], settings)
+        rounds = alternate(mix, settings, ways)
+        settings.steps.step("where the time goes")
+        # The last run of ours was on the last part, and has left its journal.
+        journal = Home(made.directory / "run" / "home").journal_path(SOURCE)
+        last = profile.of(rounds, mix[-1].name, journal, made.of(mix[-1]).goal, made.scratch("profile"))
+    found = result(name, rounds, baseline=recvlogical.NAME, must=must) | {"profile": last}
+    if RIVAL in ways:
+        named = debezium.name()
+        found["rivals"] = [result(name, rounds, baseline=named, must=debezium.MUST, against=RIVAL)]
+    return found
+
+
+def _warm_up(ways: Mapping[str, Way], part: Part, settings: Settings) -> None:
+    """One drain that does not count, for those who run on a JVM."""
+    for name, way in ways.items():
+        if name != BASELINE:
+            settings.steps.step(f"a first drain, to warm up {name}")
+            way(part)
+
+
+def _rival(made: Rig, settings: Settings, stack: ExitStack) -> dict[str, Way]:
+    """Debezium as a further way; nothing, said aloud, where it cannot be had."""
+    missing = debezium.missing()
+    if missing is not None:
+        settings.steps.note(f"Debezium is left out: {missing}")
+        return {}
+    process = stack.enter_context(debezium.Debezium(made.directory / "debezium.log"))
+    return {RIVAL: lambda part: process.drain(made.of(part))}
+
+
+def drain(made: Rig, backlog: Backlog, targets: int) -> Taken:
+    """Time from capture's connection to the server until the last batch of the last target is visible."""
+    scratch = made.scratch("run")
+    home = Home(scratch / "home").create()
+    journal = home.journal_path(SOURCE)
+    lakes = {f"lake{number}": scratch / f"lake{number}" for number in range(1, targets + 1)}
+    arrivals = stream.Arrivals(list(lakes))
+    options = {"slot": SLOT, "publication": PUBLICATION}
+    file = stream.stream_file(scratch, backlog.uri, options, lakes, BATCH)
+    seconds, cpu = 0.0, {}
+    with backlog.cut_off(journal) as line, backlog.connect() as connection:
+
+        def conduct() -> None:
+            nonlocal seconds, cpu
+            # The stream has delivered before, and now waits for its server: nothing of its start is in the way.
+            arrivals.await_seq(WARM)
+            before = engine_cpu()
+            began = line.restore()
+            seconds = arrivals.await_seq(backlog.goal) - began
+            cpu = spent(before, engine_cpu()) | {"server": round(server_cpu(connection), 2)}
+
+        stream.run(file, home, arrivals, conduct)
+        equal = content.journal_equals(journal, backlog) and all(
+            content.changelog_equals(lake, connection, backlog.goal) for lake in lakes.values()
+        )
+    return Taken(seconds, equal, cpu, _extra(arrivals))
+
+
+def _extra(arrivals: stream.Arrivals) -> Json:
+    return {"batches": arrivals.batches} | ({"trouble": arrivals.trouble} if arrivals.trouble else {})
