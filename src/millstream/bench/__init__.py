@@ -29,10 +29,18 @@ class Bench:
 
 
 def _decode(settings: Settings) -> Json:
-    from millstream.bench import decode
+    from millstream.bench import decode, decode_types
 
     found = decode.run(rows=settings.rows or decode.ROWS)
-    return {"must": DECODE_MUST, "reached": found["ratio"] >= DECODE_MUST, **found}
+    types = decode_types.run()
+    return {
+        "must": DECODE_MUST,
+        "reached": found["ratio"] >= DECODE_MUST,
+        **found,
+        "equal": found["equal"] and types["equal"],
+        "types": types,
+        "notes": decode_types.notes(types),
+    }
 
 
 def _of(module: str, function: str = "run") -> Callable[[Settings], Json]:

@@ -87,6 +87,7 @@ def notes(results: list[Json]) -> Iterator[str]:
     for result in results:
         others = [result["baseline"], *(rival["baseline"] for rival in result.get("rivals", ()))]
         yield f"{result['name']}: {result['rows']:,} rows, against {' and '.join(others)}"
+        yield from result.get("notes", ())
     if results and results[0]["forced"]:
         yield f"forced: the load of the machine was {results[0]['load']} at the start"
 

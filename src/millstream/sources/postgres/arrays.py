@@ -53,10 +53,12 @@ class ListReader:
         offsets[1:][valid] = counts
         np.cumsum(offsets, out=offsets)
         values, refused = self.read(elements, to.value_type)
-        if len(refused):
-            return self._without(cells, np.unique(np.searchsorted(offsets, refused, side="right") - 1), to)
         buffers = [None if valid.all() else bitmap(valid), pa.py_buffer(offsets)]
-        return pa.Array.from_buffers(to, len(cells), buffers, children=[values]), NONE
+        lists = pa.Array.from_buffers(to, len(cells), buffers, children=[values])
+        if not len(refused):
+            return lists, NONE
+        holding = np.unique(np.searchsorted(offsets, refused, side="right") - 1)
+        return without(lists, holding), holding
 
     def _without(self, cells: pa.Array, odd: Ints, to: pa.DataType) -> Casted:
         array, more = self(without(cells, odd), to)
