@@ -17,10 +17,12 @@ from collections.abc import Mapping
 
 from millstream.sources.postgres.binary import network, numbers, others, times
 from millstream.sources.postgres.binary.arrays import ArrayReader
+from millstream.sources.postgres.binary.numeric import numeric
 from millstream.sources.postgres.casts import Reader
 
 READERS: Mapping[str, Reader] = {
     **numbers.READERS,
+    "numeric": numeric,
     **others.READERS,
     **network.READERS,
     **times.READERS,

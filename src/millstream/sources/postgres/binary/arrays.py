@@ -7,6 +7,7 @@ together; where the elements have one size, as numbers have, their places are kn
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,7 +64,9 @@ class ArrayReader:
             values.at(first + _HEADER + 4 * np.arange(2 * many), ">i4", "array").reshape(-1, 2).tolist()
             for first, many in zip(values.first.tolist(), dimensions.tolist(), strict=True)
         ]
-        counts = np.array([int(np.prod([size for size, _ in shape])) if shape else 0 for shape in shapes], np.int64)
+        if any(size < 1 for shape in shapes for size, _ in shape):
+            refuse("array")
+        counts = np.array([math.prod(size for size, _ in shape) if shape else 0 for shape in shapes], object)
         elements = _elements(values, values.first + _HEADER + _BOUNDS * dimensions, counts)
         items = self.element(elements, pa.string())[0].to_pylist()
         texts, at = [], 0
@@ -91,8 +94,9 @@ def _dimensions(values: Values) -> Ints:
 
 def _elements(values: Values, at: Ints, counts: Ints) -> pa.Array:
     """The bytes of all elements, row after row; `at` is where those of each row begin."""
-    if (counts < 0).any():
+    if ((counts < 0) | (4 * counts > values.last - at)).any():
         refuse("array")
+    counts = counts.astype(np.int64)
     found = _of_one_size(values, at, counts)
     first, last, there = _stepped(values, at, counts) if found is None else found
     return values.cut(first, last, None if there.all() else there)
@@ -102,7 +106,7 @@ def _of_one_size(values: Values, at: Ints, counts: Ints) -> tuple[Ints, Ints, Bo
     """The places, if all elements are as long as the first one; None if not."""
     rows = np.flatnonzero(counts)
     if not len(rows):
-        return NONE, NONE, np.zeros(0, bool)
+        return (NONE, NONE, np.zeros(0, bool)) if (at == values.last).all() else None
     size = int(values.at(at[rows[:1]], ">i4", "array")[0])
     if size < 0 or (values.last - at != counts * (4 + size)).any():
         return None
