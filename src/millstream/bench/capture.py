@@ -8,8 +8,8 @@ from pathlib import Path
 from millstream.bench import content, recvlogical
 from millstream.bench.frame import BASELINE, OURS, Settings, Taken, alternate, result
 from millstream.bench.mix import Part, parts
-from millstream.bench.processes import cpu_seconds
-from millstream.bench.rig import Backlog, Rig, await_true, await_value, rig, server_cpu
+from millstream.bench.processes import cpu_seconds, spent
+from millstream.bench.rig import Backlog, Rig, await_true, await_value, rig
 from millstream.engine.capture_order import CaptureOrder
 from millstream.engine.supervisor import Supervisor
 from millstream.errors import BenchFailed
@@ -57,20 +57,23 @@ def drain(made: Rig, backlog: Backlog, options: Mapping[str, str]) -> Taken:
     """Time from capture's connection to the server until the last change is durable and visible in the journal."""
     journal = made.scratch("run") / "journal"
     modes = Modes()
-    with backlog.cut_off(journal) as line, backlog.connect() as connection:
+    with backlog.cut_off(journal) as line:
         supervisor = Supervisor(CaptureOrder(backlog.source(**options), journal), modes)
         supervisor.start()
         try:
             # It finds the line cut and waits: from here on nothing of its own start is in the way.
             await_true(lambda: _state(supervisor) == "waiting", "capture is up", seconds=60)
-            before = cpu_seconds(supervisor.pid or 0)
+            before = _used(backlog, supervisor)
             began = line.restore()
             ended = _await_end(journal, backlog.goal, supervisor)
-            used = cpu_seconds(supervisor.pid or 0) - before
-            spent = {"server": round(server_cpu(connection), 2), "capture": round(used, 2)}
+            cpu = spent(before, _used(backlog, supervisor))
         finally:
             supervisor.stop()
-    return Taken(ended - began, content.journal_equals(journal, backlog), spent, {"modes": modes.seen})
+    return Taken(ended - began, content.journal_equals(journal, backlog), cpu, {"modes": modes.seen})
+
+
+def _used(backlog: Backlog, supervisor: Supervisor) -> dict[str, float]:
+    return {"server": backlog.server_cpu(), "capture": cpu_seconds(supervisor.pid or 0)}
 
 
 class Modes:

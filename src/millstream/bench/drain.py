@@ -9,7 +9,7 @@ from millstream.bench import content, debezium, profile, recvlogical, stream
 from millstream.bench.frame import BASELINE, OURS, Settings, Taken, Way, alternate, result
 from millstream.bench.mix import Part, parts
 from millstream.bench.processes import engine_cpu, spent
-from millstream.bench.rig import PUBLICATION, SLOT, SOURCE, WARM, Backlog, Rig, rig, server_cpu
+from millstream.bench.rig import PUBLICATION, SLOT, SOURCE, WARM, Backlog, Rig, rig
 from millstream.engine.home import Home
 from millstream.model import Json
 
@@ -94,10 +94,10 @@ def drain(made: Rig, backlog: Backlog, targets: int) -> Taken:
             nonlocal seconds, cpu
             # The stream has delivered before, and now waits for its server: nothing of its start is in the way.
             arrivals.await_seq(WARM)
-            before = engine_cpu()
+            before = engine_cpu() | {"server": backlog.server_cpu()}
             began = line.restore()
             seconds = arrivals.await_seq(backlog.goal) - began
-            cpu = spent(before, engine_cpu()) | {"server": round(server_cpu(connection), 2)}
+            cpu = spent(before, engine_cpu() | {"server": backlog.server_cpu()})
 
         stream.run(file, home, arrivals, conduct)
         equal = content.journal_equals(journal, backlog) and all(

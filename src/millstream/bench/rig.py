@@ -25,6 +25,7 @@ import psycopg
 
 from millstream.bench.mix import CYCLE, ROUND, SCHEMA_NAME, Part, schema
 from millstream.bench.processes import cpu_seconds
+from millstream.demo.engine import descendants
 from millstream.embedded import EmbeddedPostgres, server_directory
 from millstream.engine.capture_order import CaptureOrder
 from millstream.engine.supervisor import Supervisor
@@ -92,6 +93,11 @@ class Backlog:
 
     def connect(self) -> Connection:
         return psycopg.connect(self.uri, autocommit=True)
+
+    def server_cpu(self) -> float:
+        """Processor seconds that the server has used so far; processes of it that have ended count too."""
+        postmaster = self.server.pid
+        return cpu_seconds(postmaster) + sum(cpu_seconds(pid) for pid in descendants(postmaster))
 
     def source(self, **options: Any) -> SourceSpec:
         return _source(self.uri, **options)
@@ -206,14 +212,6 @@ def await_value(look: Callable[[], T | None], what: str, *, seconds: float = LON
 def await_true(met: Callable[[], bool], what: str, *, seconds: float = LONGEST) -> None:
     """Look until it holds."""
     await_value(lambda: met() or None, what, seconds=seconds)
-
-
-def server_cpu(connection: Connection) -> float:
-    """Processor seconds of the server processes that serve capture in this database."""
-    found = connection.execute(
-        "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE 'millstream%'"
-    )
-    return sum(cpu_seconds(pid) for (pid,) in found.fetchall())
 
 
 def _backlog(server: EmbeddedPostgres, part: Part, directory: Path, holding: ExitStack | None) -> Backlog:
