@@ -31,12 +31,17 @@ TABLE = relation(
     ("day", 1082),
     ("at", 1114),
     ("instant", 1184),
+    ("words", 1009),
+    ("prices", 1231, NUMERIC_12_2),
+    ("coin", 790),
+    ("serial", 5069),
     key=["id"],
 )
 ROW = ["1", "2", "3", "0.5", "-0.25", "t", "12.34", "é", "\\x00ff", "0001-01-01", "1582-10-10 00:00:00.000001"]
-FIRST = [*ROW, "2024-02-29 12:00:00+00"]
-ODD = ["2", None, None, "NaN", "Infinity", "f", "NaN", "x", "\\x", "infinity", "0044-03-15 00:00:00 BC", "infinity"]
-NOTHING = [None] * 11
+FIRST = [*ROW, "2024-02-29 12:00:00+00", '{"a, b",NULL}', "{1.50,NULL}", "-$1,234.50", "18446744073709551615"]
+ODD_TIMES = ["infinity", "0044-03-15 00:00:00 BC", "infinity"]
+ODD = ["2", None, None, "NaN", "Infinity", "f", "NaN", "x", "\\x", *ODD_TIMES, "{{a},{b}}", "{NaN}", None, "0"]
+NOTHING = [None] * 15
 
 
 def test_spark_reads_the_types_that_are_meant_and_folds_the_rows(spark: SparkSession, tmp_path: Path) -> None:
@@ -78,6 +83,10 @@ def test_spark_reads_the_types_that_are_meant_and_folds_the_rows(spark: SparkSes
         "day": date(1, 1, 1),
         "at": datetime(1582, 10, 10, 0, 0, 0, 1),  # noqa: DTZ001
         "instant": datetime(2024, 2, 29, 12, tzinfo=UTC),
+        "words": ["a, b", None],
+        "prices": [Decimal("1.50"), None],
+        "coin": Decimal("-1234.50"),
+        "serial": Decimal(2**64 - 1),
         "_ms_special": [],
     }
     assert folded[3]["note"] == "x"
@@ -86,6 +95,8 @@ def test_spark_reads_the_types_that_are_meant_and_folds_the_rows(spark: SparkSes
         "day": "infinity",
         "at": "0044-03-15 00:00:00 BC",
         "instant": "infinity",
+        "words": "{{a},{b}}",
+        "prices": "{NaN}",
     }
     assert [folded[3][name] for name in ("price", "day", "at", "instant", "raw")] == [None, None, None, None, b""]
 
