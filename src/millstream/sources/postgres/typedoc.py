@@ -31,7 +31,8 @@ _HEAD = """# Postgres types
 
 <!-- Made by `make docs` from src/millstream/sources/postgres/types.py. Change that file, not this one. -->
 
-What a column of each Postgres type becomes. Nothing is rounded, cut or guessed.
+What a column of each Postgres type becomes. Nothing is rounded, cut or guessed. [Which types are
+proven](matrix.md), on which servers, is written by the tests.
 
 **Values without a home.** Some types have values that the column's type cannot hold. Such a value is NULL in
 its column, and `_ms_special` (a map) has the column's name with the exact text, as the server writes it; for
