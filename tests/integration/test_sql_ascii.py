@@ -12,8 +12,10 @@ import pytest
 from millstream.embedded import EmbeddedPostgres
 from millstream.errors import SourceHalted
 from millstream.model import Relation
+from millstream.observe import Event
 from millstream.sources.base import Decoded
 from millstream.sources.decoders import decoder
+from tests.fixtures.bulk import BEHIND, count, small_steps
 from tests.fixtures.capture import Driver, drive
 from tests.fixtures.postgres import Database, fresh_database
 
@@ -88,6 +90,20 @@ def test_a_connection_that_is_cut_goes_on_with_the_same_settings(ascii_database:
         driver.catch_up()
         _, result = decoded(driver, "public.t")
     assert result.after.to_pylist() == [{"id": 1, "v": b"\xff"}, {"id": 2, "v": b"\xfe"}]
+
+
+def test_bulk_reading_takes_any_bytes_too(
+    ascii_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_steps(monkeypatch)
+    ascii_database.sql("CREATE TABLE t (id int PRIMARY KEY, v text)")
+    events: list[Event] = []
+    with drive(ascii_database, tmp_path, events=events, options={"catch_up_behind": BEHIND}) as driver:
+        ascii_database.sql(r"INSERT INTO t SELECT i, E'\377' || i FROM generate_series(1, 3000) i")
+        driver.catch_up()
+        _, result = decoded(driver, "public.t")
+    assert count(events, "source.bulk_started") == 1
+    assert result.after["v"].to_pylist() == [b"\xff%d" % number for number in range(1, 3001)]
 
 
 def test_a_name_that_is_no_utf8_is_told(ascii_database: Database, tmp_path: Path) -> None:

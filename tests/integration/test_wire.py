@@ -11,11 +11,13 @@ import pytest
 from millstream.embedded import EmbeddedPostgres
 from millstream.errors import SourceHalted
 from millstream.model import Relation
+from millstream.observe import Event
 from millstream.sources.base import Severity
 from millstream.sources.decoders import decoder
 from millstream.sources.postgres.options import PostgresOptions
 from millstream.sources.postgres.preflight import preflight
 from millstream.sources.postgres.source import PostgresSource
+from tests.fixtures.bulk import TABLES, copy_slot, count, drive_copy, facts, small_steps, write_history
 from tests.fixtures.capture import Driver, drive, source_spec
 from tests.fixtures.postgres import Database, fresh_database
 
@@ -104,6 +106,26 @@ def test_a_database_without_encoding_is_refused(postgres: EmbeddedPostgres) -> N
         ((message, _, table),) = errors(made)
     assert "its database is SQL_ASCII" in message
     assert table == "public.t"
+
+
+def test_bulk_reading_gives_the_same_in_binary_form(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_steps(monkeypatch)
+    database.sql(TABLES)
+    with drive(database, tmp_path / "own"):
+        stream, in_bulk = (f"{database.name}_{way}" for way in ("stream", "bulk"))
+        copy_slot(database, stream, in_bulk)
+    write_history(database, range(1, 5))
+    with drive_copy(database, tmp_path, stream, [], catch_up="streaming", **BINARY) as driver:
+        driver.catch_up()
+        expected = facts(driver)
+    events: list[Event] = []
+    with drive_copy(database, tmp_path, in_bulk, events, **BINARY) as driver:
+        driver.catch_up()
+        assert facts(driver) == expected
+    assert count(events, "source.bulk_started") == 1
+    assert any(b"b\0\0\0\4" in row["payload"] for row in driver.rows)
 
 
 LATER = {
