@@ -149,7 +149,7 @@ def _entry(path: Path, number: int, rows: int, ends: Records, cuts: Records, *, 
     end = End(mark.last_seq, int(last["commit_position"]), resume, resume, int(last["commit_ts_us"]))
     encoded = encode(ends)
     if files:
-        (path / SEGMENTS / f"{segment_name(number)}.cuts").write_bytes(cuts.tobytes())
+        (path / SEGMENTS / f"{segment_name(number, sealed=True)}.cuts").write_bytes(cuts.tobytes())
         (path / SEGMENTS / f"{segment_name(number, sealed=True)}.ends").write_bytes(encoded.raw)
     facts = {"ends_bytes": len(encoded.raw), "ends_blocks": encoded.blocks, "ends_crc": encoded.crc}
     return replace(entry_of(mark, end, 1), sealed_at=time.time(), **facts)

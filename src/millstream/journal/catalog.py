@@ -164,7 +164,7 @@ class Catalog:
         return self._records(f"segments/{view.name}.idx", view.index_entries, view.index_crc, INDEX)
 
     def cuts(self, view: View) -> Records:
-        return self._records(f"segments/{segment_name(view.number)}.cuts", view.cut_entries, view.cut_crc, CUTS)
+        return self._records(f"segments/{view.name}.cuts", view.cut_entries, view.cut_crc, CUTS)
 
     def ends(self, view: View, start: int, end: int) -> Records:
         """The transaction ends of a sealed segment with start < seq <= end."""

@@ -10,9 +10,10 @@
       relations.jsonl      one description a line, once per content, the line number is its id
       segments/
         N.arrows           open form: an Arrow IPC stream in commit order, mixed relations
-        N.sealed.arrows    the same rows, written once more in runs of one relation each
+        N.sealed.arrows    the same rows, written once more in runs of one relation each; if the segment
+                           before came out small, its rows too, and then that one is gone
         N.idx  N.sealed.idx     slices: one record per (record batch, relation)
-        N.cuts                  transaction ends, one in 64 rows: seq, positions, commit time
+        N.cuts N.sealed.cuts    transaction ends, one in 64 rows: seq, positions, commit time
         N.sealed.ends           all transaction ends, compressed
 
 At most two segments are in open form and in nothing else: the one that is written and the one before
@@ -48,7 +49,7 @@ FORMAT = 1
 """The version of everything described here."""
 
 SEGMENT_BYTES = 64 << 20
-"""A segment is rolled at the first commit after this size (a larger transaction rolls inside)."""
+"""A segment is rolled at the first commit after which its rows take this (a larger transaction rolls inside)."""
 
 MAX_BATCH_BYTES = 64 << 20
 """No record batch is larger, unless a single row is."""

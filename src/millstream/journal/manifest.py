@@ -136,6 +136,10 @@ class Manifest:
         by_number = {entry.number: entry for entry in (*self.entries, *entries)}
         return replace(self, version=self.version + 1, entries=tuple(by_number[n] for n in sorted(by_number)))
 
+    def without(self, number: int | None) -> Manifest:
+        """The same version without a segment whose rows another one has taken over."""
+        return replace(self, entries=tuple(entry for entry in self.entries if entry.number != number))
+
     def after(self, pruned: Pruned) -> Manifest:
         """The next version: without what is pruned."""
         left = tuple(entry for entry in self.entries if entry.number > pruned.segment)

@@ -36,7 +36,7 @@ def ensure_index(segments: Path, name: str, length: int, record: CommitRecord) -
     number = segment_number(name)
     mark = Mark.after(record, number, length)
     sizes = (mark.index_entries * INDEX.itemsize, mark.cut_entries * CUTS.itemsize)
-    paths = (segments / f"{name}.idx", segments / f"{segment_name(number)}.cuts")
+    paths = (segments / f"{name}.idx", segments / f"{name}.cuts")
     if all(
         _crc_of(path, size) == crc for path, size, crc in zip(paths, sizes, (mark.index_crc, mark.cut_crc), strict=True)
     ):
@@ -116,7 +116,7 @@ def sealed_entry(segments: Path, number: int, journal_id: str) -> tuple[Entry, b
     )
     encoded = encode(ends)
     _overwrite(segments / f"{name}.idx", [index.tobytes()])
-    _overwrite(segments / f"{segment_name(number)}.cuts", [cuts.tobytes()])
+    _overwrite(segments / f"{name}.cuts", [cuts.tobytes()])
     _overwrite(segments / f"{name}.ends", [encoded.raw])
     entry = replace(
         entry_of(mark, End.of(record), record.epoch),
@@ -150,7 +150,7 @@ def derived_files_fit(segments: Path, entry: Entry) -> bool:
     """Whether `.idx`, `.cuts` and `.ends` of a closed segment are there and long enough."""
     sizes = {
         f"{entry.name}.idx": entry.index_entries * INDEX.itemsize,
-        f"{segment_name(entry.number)}.cuts": entry.cut_entries * CUTS.itemsize,
+        f"{entry.name}.cuts": entry.cut_entries * CUTS.itemsize,
     }
     if entry.ends_bytes is not None:
         sizes[f"{entry.name}.ends"] = entry.ends_bytes

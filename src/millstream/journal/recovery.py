@@ -23,7 +23,7 @@ from millstream.journal.commit import SCHEMA_MESSAGE, CommitRecord, places
 from millstream.journal.files import disk_errors, remove_file, sync_directory
 from millstream.journal.format import Head, Header
 from millstream.journal.manifest import FILE as MANIFEST
-from millstream.journal.manifest import Manifest, entry_of
+from millstream.journal.manifest import Entry, Manifest, entry_of
 from millstream.journal.pruned import Pruned
 from millstream.journal.rebuild import derived_files_fit, ensure_index, rebuilt_entry, sealed_entry
 from millstream.journal.segment import End, Mark, frames, remove_segment, segment_name, segment_number
@@ -36,6 +36,8 @@ class Recovered:
     manifest: Manifest
     mark: Mark
     end: End
+    superseded: tuple[int, ...]
+    """Segments that are there in a form that only batches which run now may still read."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,11 @@ def recover(directory: Path, header: Header, head: Head | None, epoch: int) -> R
             manifest = manifest.after(pruned)
             manifest.save(directory)
         _check_closed(segments, manifest, pruned.seq if pruned else header.first_seq - 1)
-        _remove_leftovers(segments, manifest, names)
+        names = _remove_leftovers(segments, manifest, names)
         manifest = _repair_closed(directory, manifest)
-        recovered = _recover_tail(directory, header, head, manifest, names, epoch)
+        recovered = replace(
+            _recover_tail(directory, header, head, manifest, names, epoch), superseded=_superseded(manifest, names)
+        )
     failpoint("journal.recovered")
     return recovered
 
@@ -106,7 +110,7 @@ def _recover_tail(
     judge(segments, header, head, tail, good, end)
     _cut(segments, tail, good)
     if good is None:
-        return Recovered(manifest, Mark(last + 1, end.seq + 1, end.seq), end)
+        return Recovered(manifest, Mark(last + 1, end.seq + 1, end.seq), end, ())
     last_of = {point.number: point for point in walked if point.number <= good.number}
     last_of[good.number] = good
     points = [last_of[number] for number in sorted(last_of)]
@@ -117,7 +121,7 @@ def _recover_tail(
         now = time.time()
         manifest = manifest.adding(*(replace(e, sealed_at=now) if e.number in parts else e for e in closed))
         manifest.save(directory)
-    return Recovered(manifest, marks[-1], end)
+    return Recovered(manifest, marks[-1], end, ())
 
 
 def _tail(names: Sequence[str], last: int) -> dict[int, str]:
@@ -228,7 +232,11 @@ def _manifest(directory: Path, header: Header, names: Sequence[str], epoch: int)
         for name in names
         if name.endswith(".sealed.arrows")
     ]
-    sealed = [one for one in found if one is not None]
+    sealed: list[tuple[Entry, bool]] = []
+    for one in (one for one in found if one is not None):
+        while sealed and sealed[-1][0].first_seq >= one[0].first_seq:
+            sealed.pop()  # its rows have been taken over by this one
+        sealed.append(one)
     while sealed and not sealed[-1][1]:
         sealed.pop()  # the inner parts of a transaction whose commit must be found first
     manifest = replace(Manifest().adding(*(entry for entry, _ in sealed)), version=epoch * 1_000_000)
@@ -265,11 +273,34 @@ def _repair_closed(directory: Path, manifest: Manifest) -> Manifest:
     return manifest
 
 
-def _remove_leftovers(segments: Path, manifest: Manifest, names: Sequence[str]) -> None:
-    """Remove what a sealing left behind that never got into the manifest, and half-written files."""
-    sealed = {entry.number for entry in manifest.entries if entry.sealed}
+def _remove_leftovers(segments: Path, manifest: Manifest, names: Sequence[str]) -> list[str]:
+    """Remove what a sealing left behind that never got into the manifest, and half-written files.
+
+    Returns the names of what is left.
+    """
+    last = manifest.entries[-1].number if manifest.entries else 0
+    waiting = {entry.number for entry in manifest.entries if not entry.sealed}
     opened = {segment_number(name) for name in names if name == f"{name[:8]}.arrows"}
+    left = []
     for name in names:
-        half_sealed = ".sealed." in name and segment_number(name) in opened - sealed
-        if name.endswith(".tmp") or half_sealed or (name == f"{name[:8]}.idx" and segment_number(name) not in opened):
+        number = segment_number(name)
+        half_sealed = ".sealed." in name and (number in waiting or (number > last and number in opened))
+        without_rows = name[8:] in (".idx", ".cuts") and number not in opened
+        if name.endswith(".tmp") or half_sealed or without_rows:
             remove_file(segments / name)
+        else:
+            left.append(name)
+    return left
+
+
+def _superseded(manifest: Manifest, names: Sequence[str]) -> tuple[int, ...]:
+    """Segments with an open form beside the sealed one, and those whose rows the next one has taken over."""
+    last = manifest.entries[-1].number if manifest.entries else 0
+    forms = {entry.number: entry.name for entry in manifest.entries}
+    found = {
+        segment_number(name)
+        for name in names
+        if name.endswith(".arrows") and segment_number(name) <= last
+        if forms.get(segment_number(name)) != name.removesuffix(".arrows")
+    }
+    return tuple(sorted(found))

@@ -88,7 +88,7 @@ class RowChecker:
 
     def _check_cuts(self, name: str, rows: pa.RecordBatch, cuts: Records, last_cut: int | None) -> None:
         """Every cut must be an end with its own row's facts, and the last end must be there."""
-        file = name.replace(".sealed.arrows", ".cuts").replace(".arrows", ".cuts")
+        file = name.replace(".arrows", ".cuts")
         seq, commit = column(rows, "seq"), column(rows, "commit_position")
         ends = transaction_ends(commit, open_end=last_cut != seq[-1])
         at = np.searchsorted(seq, cuts["seq"])

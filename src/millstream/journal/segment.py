@@ -236,13 +236,15 @@ def with_cut(mark: Mark, cut: Cut) -> tuple[Mark, bytes]:
     return replace(mark, cut_entries=mark.cut_entries + 1, cut_crc=zlib.crc32(raw, mark.cut_crc), last_cut=cut.seq), raw
 
 
-ENDINGS = (".arrows", ".idx", ".sealed.arrows", ".sealed.idx", ".sealed.ends", ".cuts")
-"""Of all files that a segment can have, in either form."""
+OPEN_FORM = (".arrows", ".idx", ".cuts")
+SEALED_FORM = (".sealed.arrows", ".sealed.idx", ".sealed.cuts", ".sealed.ends")
+EVERY_FORM = (*OPEN_FORM, *SEALED_FORM)
+"""The files of a segment in each of its forms; the rows go first when one is removed."""
 
 
-def remove_segment(directory: Path, number: int) -> None:
-    """Remove every file of a segment that is there."""
-    for ending in ENDINGS:
+def remove_segment(directory: Path, number: int, endings: Sequence[str] = EVERY_FORM) -> None:
+    """Remove every file of a segment that is there, or of one form."""
+    for ending in endings:
         remove_file(directory / (segment_name(number) + ending))
 
 
@@ -287,7 +289,8 @@ class SegmentFiles:
             sealed = self.path.with_name(f"{segment_name(self.number, sealed=True)}.arrows")
             self.path.rename(sealed)
             failpoint("journal.part_named")
-            self.path.with_suffix(".idx").rename(sealed.with_suffix(".idx"))
+            for ending in (".idx", ".cuts"):
+                self.path.with_suffix(ending).rename(sealed.with_suffix(ending))
 
     def close(self) -> None:
         while self._fds:

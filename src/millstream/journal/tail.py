@@ -69,8 +69,11 @@ class Tail:
 
     @property
     def full(self) -> bool:
-        """Whether the segment has reached its size."""
-        return self._at.length >= self._segment_bytes
+        """Whether the segment has reached its size: sealed its rows will take that, or now twice as much.
+
+        Small commits cost more than their rows, and that goes with sealing.
+        """
+        return self._at.row_bytes >= self._segment_bytes or self._at.length >= 2 * self._segment_bytes
 
     @property
     def at_commit(self) -> bool:

@@ -119,7 +119,7 @@ class _Verification:
             else:
                 batch, index = _content(data, name)
                 self._index(f"{SEGMENTS}/{entry.name}.idx", index, entry.index_entries, entry.index_crc)
-                cuts = self._cuts(entry.number, entry.cut_entries, entry.cut_crc)
+                cuts = self._cuts(entry.name, entry.cut_entries, entry.cut_crc)
                 self._ends(entry, batch)
                 rows.segment(name, batch, entry.first_seq, entry.last_seq, cuts, entry.last_cut)
         if data is None or rows.next_seq != entry.last_seq + 1:
@@ -152,7 +152,7 @@ class _Verification:
                 return
             batch, index = _content(data, name)
             self._index(f"{SEGMENTS}/{head.segment}.idx", index, head.index_entries, None)
-            cuts = self._cuts(number, head.cut_entries, None)
+            cuts = self._cuts(head.segment, head.cut_entries, None)
             last_cut = head.seq if len(batch) else None
             rows.segment(name, batch, head.segment_first_seq, head.seq, cuts, last_cut)
             record = points[-1].record
@@ -181,8 +181,8 @@ class _Verification:
         if found is not None and not np.array_equal(found, expected):
             self._say(name, "does not agree with the segment")
 
-    def _cuts(self, number: int, count: int, crc: int | None) -> Records | None:
-        return self._records(f"{SEGMENTS}/{segment_name(number)}.cuts", count, crc, CUTS)
+    def _cuts(self, name: str, count: int, crc: int | None) -> Records | None:
+        return self._records(f"{SEGMENTS}/{name}.cuts", count, crc, CUTS)
 
     def _ends(self, entry: Entry, rows: pa.RecordBatch) -> None:
         """The transaction ends of a sealed segment, against its rows."""

@@ -19,7 +19,6 @@ from millstream.journal.files import (
     disk_errors,
     make_directory,
     open_file,
-    remove_file,
     replace_file,
     sync_directory,
 )
@@ -31,9 +30,9 @@ from millstream.journal.pending import FLUSH_BYTES, Pending
 from millstream.journal.pruned import Pruned
 from millstream.journal.recovery import recover
 from millstream.journal.relations import RelationLog
-from millstream.journal.retention import PruneRequest, at_most, due, pruned_after, removable
-from millstream.journal.sealing import Sealer
-from millstream.journal.segment import remove_segment, segment_name
+from millstream.journal.retention import PruneRequest, at_most, due, pruned_after, removable, size_of
+from millstream.journal.sealing import Sealed, Sealer
+from millstream.journal.segment import EVERY_FORM, OPEN_FORM, remove_segment, segment_name
 from millstream.journal.tail import Tail
 from millstream.model import Relation, Retention
 from millstream.sources.base import Block
@@ -64,12 +63,8 @@ class JournalWriter:
         self._relations = RelationLog(path, old.relations_bytes if _same(old, header) and old else 0)
         state = recover(path, header, old, self._epoch)
         self._manifest = state.manifest
-        self._superseded: dict[int, float | None] = {
-            entry.number: None
-            for entry in state.manifest.entries
-            if entry.sealed and (self._segments / f"{segment_name(entry.number)}.arrows").exists()
-        }
-        """Open forms that nobody needs any more, and when the head began to say so."""
+        self._superseded: dict[int, float | None] = dict.fromkeys(state.superseded)
+        """Segments in a form that nobody needs any more, and when the head began to say so."""
         self._pending = Pending(state.end)
         self._tail = Tail(
             self._segments,
@@ -80,7 +75,7 @@ class JournalWriter:
             segment_bytes=segment_bytes,
         )
         self._flush_bytes = flush_bytes
-        self._sealer = Sealer(self._segments, header.journal_id, self._epoch)
+        self._sealer = Sealer(self._segments, header.journal_id, self._epoch, segment_bytes)
         self._sealer.submit(*(entry for entry in state.manifest.entries if not entry.sealed))
         with disk_errors(path / HEAD, "open the head"):
             self._head_fd = open_file(path / HEAD, os.O_WRONLY | os.O_CREAT)
@@ -236,7 +231,7 @@ class JournalWriter:
         sealing has not kept up with writing, the roll waits for it.
         """
         while self._sealer.backlog:
-            self._sealer.start()
+            self._sealer.start(self._manifest)
             self._collect(wait=True)
         if not self._tail.at_commit:
             self._tail.roll_inside()
@@ -247,7 +242,7 @@ class JournalWriter:
         self._tail.next_segment()
         failpoint("journal.rolled")
         self._sealer.submit(entry)
-        self._sealer.start()
+        self._sealer.start(self._manifest)
 
     def maintain(self) -> None:
         """Start and collect background sealing. Cheap; call it on every turn of the loop.
@@ -261,17 +256,19 @@ class JournalWriter:
         if self._tail.full and self._tail.at_commit and not self.pending and self._sealer.backlog == 0:
             self._roll()
             self.head = self._publish()
-        self._sealer.start()
+        self._sealer.start(self._manifest)
 
     def _collect(self, wait: bool = False) -> bool:
-        entry = self._sealer.collect(wait)
-        if entry is not None:
-            self._add_sealed(entry)
-        return entry is not None
+        sealed = self._sealer.collect(wait)
+        if sealed is not None:
+            self._add_sealed(sealed)
+        return sealed is not None
 
-    def _add_sealed(self, entry: Entry) -> None:
-        self._save_manifest(self._manifest.adding(entry))
-        self._superseded[entry.number] = None
+    def _add_sealed(self, sealed: Sealed) -> None:
+        self._save_manifest(self._manifest.adding(sealed.entry).without(sealed.absorbed))
+        self._superseded[sealed.entry.number] = None
+        if sealed.absorbed is not None:
+            self._superseded[sealed.absorbed] = None
 
     def _save_manifest(self, manifest: Manifest) -> None:
         manifest.save(self.path)
@@ -279,15 +276,17 @@ class JournalWriter:
         failpoint("journal.manifest_published")
 
     def drop_superseded(self, planned_before: float) -> None:
-        """Remove open forms whose sealed form was published before this unix time.
+        """Remove forms of segments whose next form was published before this unix time.
 
         The caller knows that no batch planned before that time is still running.
         """
         ready = [number for number, since in self._superseded.items() if since is not None and since < planned_before]
+        sealed = {entry.number: entry.sealed for entry in self._manifest.entries} if ready else {}
         for number in ready:
+            # What is not in the manifest has been taken over by the next one.
+            forms = OPEN_FORM if sealed.get(number) else EVERY_FORM if number not in sealed else ()
             with disk_errors(self._segments, "remove a superseded segment"):
-                remove_file(self._segments / f"{segment_name(number)}.arrows")
-                remove_file(self._segments / f"{segment_name(number)}.idx")
+                remove_segment(self._segments, number, forms)
             del self._superseded[number]
         if ready:
             sync_directory(self._segments)
@@ -299,20 +298,29 @@ class JournalWriter:
         `lowest` is the lowest seq that a target stands at; None: nobody needs anything. Not inside
         a transaction. None if nothing had to go.
         """
+        entries, rows = self._prunable()
         mark = self._tail.mark
         size = mark.length + mark.index_entries * INDEX.itemsize + mark.cut_entries * CUTS.itemsize
-        found = due(
-            self._manifest.entries, rule, open_bytes=size, open_rows=mark.rows, lowest=lowest, now_us=int(now * 1e6)
-        )
+        size += sum(size_of(entry) for entry in self._manifest.entries[len(entries) :])
+        found = due(entries, rule, open_bytes=size, open_rows=rows, lowest=lowest, now_us=int(now * 1e6))
         going = at_most(found.entries, most)
         return self.prune(going[-1].number) if going else None
+
+    def _prunable(self) -> tuple[tuple[Entry, ...], int]:
+        """The closed segments that may go, and how many rows come after them. One that is being taken over stays."""
+        entries = self._manifest.entries
+        for count, entry in enumerate(entries):
+            if entry.number == self._sealer.absorbing:
+                return entries[:count], self._tail.end.seq - entry.first_seq + 1
+        return entries, self._tail.mark.rows
 
     def prune(self, segment: int) -> Pruned | None:
         """Forget all closed segments up to this one, as far as transactions end with them.
 
         The caller knows that nobody needs them. Not inside a transaction. None if there are none.
         """
-        going = removable(self._manifest.entries, segment, open_rows=self._tail.mark.rows)
+        entries, rows = self._prunable()
+        going = removable(entries, segment, open_rows=rows)
         if not going:
             return None
         pruned = pruned_after(self._manifest.pruned, going)
@@ -321,10 +329,11 @@ class JournalWriter:
         self._save_manifest(self._manifest.after(pruned))
         failpoint("retention.manifest_published")
         self.head = self._publish()
-        for entry in going:
-            self._superseded.pop(entry.number, None)
+        taken_over = {number for number in self._superseded if number <= pruned.segment}
+        for number in sorted({entry.number for entry in going} | taken_over):
+            self._superseded.pop(number, None)
             with disk_errors(self._segments, "remove a pruned segment"):
-                remove_segment(self._segments, entry.number)
+                remove_segment(self._segments, number)
             failpoint("retention.segment_removed")
         sync_directory(self._segments)
         return pruned
@@ -345,8 +354,8 @@ class JournalWriter:
         try:
             self._relations.sync()
             self.commit()
-            if (entry := self._sealer.close()) is not None:
-                self._add_sealed(entry)
+            if (sealed := self._sealer.close()) is not None:
+                self._add_sealed(sealed)
                 self.head = self._publish()
         finally:
             self._sealer.close()

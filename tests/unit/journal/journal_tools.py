@@ -134,7 +134,7 @@ def seal_everything(writer: JournalWriter) -> None:
     """Let background sealing finish."""
     writer.maintain()
     while writer._sealer.backlog:
-        writer._sealer.start()
+        writer._sealer.start(writer._manifest)
         if writer._collect(wait=True):
             writer.head = writer._publish()
 

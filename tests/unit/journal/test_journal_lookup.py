@@ -54,7 +54,7 @@ def test_a_cold_lookup_reads_five_small_files(wide: Wide, reads: list[tuple[str,
         reads.clear()
         assert look(JournalReader([str(wide.path)])) == answer
         kinds = sorted({name.rpartition("/")[2].partition(".")[2] or name for name, _ in reads})
-        assert set(kinds) <= {"json", "head", "cuts", "sealed.ends"}
+        assert set(kinds) <= {"json", "head", "sealed.cuts", "sealed.ends"}
         assert len({name for name, _ in reads}) <= 5
         assert sum(size for _, size in reads) < 600_000
 

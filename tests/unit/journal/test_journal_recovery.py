@@ -174,7 +174,7 @@ def test_the_manifest_is_made_again_from_the_segments(tmp_path: Path) -> None:
             writer.append(block(one))
             writer.commit()
     (tmp_path / "j" / "manifest.json").write_bytes(b"{}")
-    for name in ("00000001.sealed.idx", "00000002.cuts"):
+    for name in ("00000001.sealed.idx", "00000002.sealed.cuts"):
         (tmp_path / "j" / "segments" / name).unlink()
     with JournalWriter.open(tmp_path / "j") as writer:
         assert writer.head.seq == 240
@@ -189,12 +189,12 @@ def test_derived_files_of_closed_segments_are_made_again(tmp_path: Path) -> None
             writer.append(block(one))
             writer.commit()
         seal_everything(writer)
-    for name in ("00000001.sealed.idx", "00000001.cuts", "00000003.cuts"):
+    for name in ("00000001.sealed.idx", "00000001.sealed.cuts", "00000003.sealed.cuts"):
         (tmp_path / "j" / "segments" / name).unlink()
     assert {problem.file for problem in verify(tmp_path / "j")} == {
         "segments/00000001.sealed.idx",
-        "segments/00000001.cuts",
-        "segments/00000003.cuts",
+        "segments/00000001.sealed.cuts",
+        "segments/00000003.sealed.cuts",
     }
     JournalWriter.open(tmp_path / "j").close()
     assert verify(tmp_path / "j") == []

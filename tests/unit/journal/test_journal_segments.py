@@ -46,7 +46,7 @@ def test_a_segment_is_rolled_at_the_first_commit_after_its_size(tmp_path: Path) 
 def test_sealed_rows_are_the_same_rows_in_runs_of_one_relation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouping, "RUN_ROWS", 40)
     monkeypatch.setattr(grouping, "RUN_BYTES", 3000)
-    monkeypatch.setattr(sealing_module, "GATHER_BYTES", 3000)
+    monkeypatch.setattr(grouping, "GATHER_BYTES", 3000)
     maker = Maker()
     written = maker.transactions([7] * 100)
     with create(tmp_path / "j", segment_bytes=20_000) as writer:

@@ -44,7 +44,8 @@ def test_a_flipped_byte_anywhere_in_a_segment_is_found(journal: Path) -> None:
 
 def test_a_flipped_byte_in_any_other_file_is_found(journal: Path) -> None:
     others = [path for path in journal.rglob("*") if path.is_file() and path.suffix != ".arrows"]
-    superseded = {f"{path.name[:8]}.idx" for path in segment_files(journal) if ".sealed" in path.name}
+    sealed = {path.name[:8] for path in segment_files(journal) if ".sealed" in path.name}
+    superseded = {f"{name}.{ending}" for name in sealed for ending in ("idx", "cuts")}
     for path in others:
         if path.name in {"writer.lock", "epoch", *superseded} or not path.stat().st_size:
             continue
@@ -60,7 +61,7 @@ def test_a_missing_file_is_found(journal: Path) -> None:
     for path in [path for path in journal.rglob("*") if path.is_file()]:
         if path.name in {"writer.lock", "epoch"}:
             continue
-        if path.name[:8] in superseded and path.suffix != ".cuts" and ".sealed" not in path.name:
+        if path.name[:8] in superseded and ".sealed" not in path.name:
             continue
         raw = path.read_bytes()
         path.unlink()
