@@ -16,14 +16,13 @@ and capture are busy at the same time, without threads.
 
 from __future__ import annotations
 
-from array import array
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-import psycopg
 from psycopg import pq
 
 from millstream.errors import SourceUnavailable
@@ -31,9 +30,10 @@ from millstream.failpoint import failpoint
 from millstream.sources.base import Block
 from millstream.sources.postgres.assemble import Assembler
 from millstream.sources.postgres.connection import literal
+from millstream.sources.postgres.intake import Intake
 from millstream.sources.postgres.lsn import format_lsn
 from millstream.sources.postgres.pgoutput import Ints, frame_rows
-from millstream.sources.postgres.session import TURN_SECONDS, Refused, Session, Turns, values
+from millstream.sources.postgres.session import SESSION, TURN_SECONDS, Refused, Session, Turns, values
 
 STRETCH_BYTES = 64 << 20
 """The log of one call, at least,"""
@@ -43,15 +43,18 @@ RESULT_BYTES = 512 << 20
 """What the server may have to keep of one call, but for a single transaction that is larger."""
 REREAD_BYTES = 4 * LONGEST_BYTES
 """When each call reads more than this again, that costs more than bulk reading saves."""
-RUN_BYTES = 8 << 20
-"""Rows are framed in pieces of this size."""
-HELD_BYTES = 48 << 20
+RUN_BYTES = 2 << 20
+"""Rows are framed in pieces of this size; larger ones are slower, since their memory is always new."""
+HELD_BYTES = 36 << 20
 """So much of a result is taken in before any of it is worked on."""
+
+MORE_BYTES, MORE_SECONDS = 256 << 10, 0.005
+"""So much of a result is waited for, or so long, before what there is of it is taken."""
+WORK_MEM = "64MB"
+"""What the server may keep of a result in memory; the rest goes to a temporary file, which takes time."""
 
 _MESSAGE_BYTES = 128
 """The size of a message before any was seen."""
-_BURST = 256
-"""Messages taken from libpq at a time."""
 
 Answer = TypeVar("Answer")
 
@@ -100,6 +103,7 @@ class BulkReader:
         """Make the copy and bring it to where the assembler is. Raises BulkRefused."""
         copy, goal = literal(self._copy), self._assembler.received
         try:
+            yield from self._session.run(f"SET work_mem = {literal(WORK_MEM)}")
             yield from self._session.run(
                 f"SELECT pg_copy_logical_replication_slot({literal(self._slot)}, {copy}, true)"
             )
@@ -165,14 +169,13 @@ class BulkReader:
         copying = yield from turns(self._session.result())
         if copying is None or copying.status != pq.ExecStatus.COPY_OUT:
             raise SourceUnavailable("the source did not begin to copy")
+        intake = Intake(self._session.connection, SESSION)
         size = messages = 0
-        ended, first = False, True
-        while not ended:
-            run, ended = yield from self._take(first)
-            first = False
+        while not intake.ended:
+            run = yield from self._take(intake, first=messages == 0)
             held.append(run)
             size, messages = size + len(run.raw), messages + len(run.sizes)
-            while not ended and sum(len(one.raw) for one in held) > HELD_BYTES:
+            while not intake.ended and sum(len(one.raw) for one in held) > HELD_BYTES:
                 yield from self._feed(held.popleft())
         if messages:
             self._message_bytes = max(size / messages, 16.0)
@@ -180,29 +183,19 @@ class BulkReader:
             if result.status == pq.ExecStatus.TUPLES_OK:
                 self.place = _place(values(result))
 
-    def _take(self, first: bool) -> Generator[Block, None, tuple[_Run, bool]]:
-        """The next piece of the result, and whether it was the last. Per message only what libpq demands."""
+    def _take(self, intake: Intake, *, first: bool) -> Generator[Block, None, _Run]:
+        """The next piece of the result."""
         pieces: list[bytes] = []
-        sizes = array("q")
-        take, measure = self._session.connection.get_copy_data, sizes.append
-        total = size = 0
-        while total < RUN_BYTES and size >= 0:
-            burst: list[memoryview] = []
-            try:
-                for _ in range(_BURST):
-                    size, message = take(1)
-                    if size <= 0:
-                        break
-                    burst.append(message)
-                    measure(size)
-            except psycopg.Error as lost:
-                raise SourceUnavailable(f"the session for bulk reading was lost ({type(lost).__name__})") from None
-            if burst:
-                pieces.append(b"".join(burst))
-                total += len(pieces[-1])
-            if size == 0 and not self._session.await_input(TURN_SECONDS):
+        sizes: list[int] = []
+        total, turn_at = 0, time.monotonic()
+        while True:
+            total += intake.take(pieces, sizes, RUN_BYTES - total)
+            if intake.ended or total >= RUN_BYTES:
+                return _Run(b"".join(pieces), np.array(sizes, dtype=np.int64), first)
+            intake.wait(MORE_SECONDS, amount=MORE_BYTES)
+            if time.monotonic() - turn_at >= TURN_SECONDS:
+                turn_at = time.monotonic()
                 yield Block()
-        return _Run(b"".join(pieces), np.array(sizes, dtype=np.int64), first), size < 0
 
     def _feed(self, run: _Run) -> Iterator[Block]:
         yield from self._assembler.feed(frame_rows(run.raw, run.sizes, first=run.first, clock=self.place.clock))

@@ -15,7 +15,6 @@ it takes no new connections, ours is given up.
 from __future__ import annotations
 
 import contextlib
-import select
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from millstream.failpoint import failpoint
 from millstream.sources.base import Block
 from millstream.sources.postgres.assemble import Assembler
 from millstream.sources.postgres.connection import literal, translate
+from millstream.sources.postgres.intake import Intake
 from millstream.sources.postgres.lsn import format_lsn
 from millstream.sources.postgres.pgoutput import Keepalive, frame, status_update
 
@@ -45,9 +45,6 @@ REPLY_SECONDS = 0.1
 """The shortest time between two status updates."""
 PROBE_SECONDS = 1.0
 """Two questions within this time make us look whether the server shuts down; no more often than this."""
-
-_BURST = 256
-"""Messages taken between two looks at the clock."""
 
 
 @dataclass
@@ -80,7 +77,7 @@ class Replication:
         self._reply_due = False
         self._unsent = False
         self._shutdown = _Shutdown()
-        self._poll = select.poll()
+        self._intake = Intake(connection, "the replication connection")
 
     def start(self, slot: str, position: int, options: Mapping[str, str]) -> None:
         """Begin to stream. The caller has made sure that going on from `position` is exact."""
@@ -90,7 +87,6 @@ class Replication:
         if result.status != pq.ExecStatus.COPY_BOTH:
             raise self._error(result, "starting replication")
         self._connection.nonblocking = 1
-        self._poll.register(self._connection.socket, select.POLLIN)
         failpoint("capture.replication_started")
 
     def acknowledge(self, position: int) -> None:
@@ -156,46 +152,22 @@ class Replication:
 
     # -- reading -----------------------------------------------------------------------------
 
-    def _read(self, wait: float) -> tuple[list[memoryview], list[int]]:
+    def _read(self, wait: float) -> tuple[list[bytes], list[int]]:
         """The next run of messages; an empty one when none came in `wait` seconds."""
-        messages: list[memoryview] = []
+        messages: list[bytes] = []
         sizes: list[int] = []
-        take, keep, measure = self._connection.get_copy_data, messages.append, sizes.append
-        until = time.monotonic() + wait
-        total = 0
-        while total < RUN_BYTES:
-            before, size = len(messages), 0
-            try:
-                for _ in range(_BURST):
-                    size, message = take(1)
-                    if size <= 0:
-                        break
-                    keep(message)
-                    measure(size)
-                    total += size
-            except psycopg.Error as lost:
-                raise self._lost(lost) from None
-            if size < 0:
+        until, total = time.monotonic() + wait, 0
+        while True:
+            begun = bool(messages)
+            total += self._intake.take(messages, sizes, RUN_BYTES - total)
+            if self._intake.ended:
                 raise self._ended()
             now = time.monotonic()
-            if before == 0 and messages:
+            if messages and not begun:
                 until = now + RUN_SECONDS
-            if now >= until:
-                break
-            if size == 0 and not self._await(until - now):
-                break
-        return messages, sizes
-
-    def _await(self, seconds: float) -> bool:
-        """Wait for more input, and take it in; False when none came."""
-        try:
-            readable = bool(self._poll.poll(seconds * 1000))
-            # Bytes that TLS has already decrypted are not seen by poll, and must not wait for the next ones.
-            if readable or self._connection.ssl_in_use:
-                self._connection.consume_input()
-        except psycopg.Error as lost:
-            raise self._lost(lost) from None
-        return readable
+            if now >= until or total >= RUN_BYTES:
+                return messages, sizes
+            self._intake.wait(until - now)
 
     # -- answering ---------------------------------------------------------------------------
 

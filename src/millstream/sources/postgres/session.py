@@ -21,6 +21,8 @@ from millstream.sources.postgres.connection import translate
 TURN_SECONDS = 0.1
 """So long a wait lasts before the caller has its turn."""
 
+SESSION = "the session for bulk reading"
+
 _GONE = ("57P", "08")
 """SQLSTATEs of a session that the server has ended, or that never was."""
 
@@ -120,7 +122,7 @@ class Session:
         try:
             yield
         except psycopg.Error as lost:
-            raise SourceUnavailable(f"the session for bulk reading was lost ({type(lost).__name__})") from None
+            raise SourceUnavailable(f"{SESSION} was lost ({type(lost).__name__})") from None
 
 
 def values(result: PGresult) -> Rows:
