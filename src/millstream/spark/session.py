@@ -8,6 +8,7 @@ this process takes it along. Its output goes to files under `home_spark_dir`, ne
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ import millstream
 from millstream.errors import ConfigError, DependencyError
 from millstream.observe import Event, Level, Observer, Observers
 from millstream.spark.archive import archive_options
+from millstream.spark.format import ChangesSource
 from millstream.spark.java import Java, find_java
 
 _FOREIGN = ("SPARK_HOME", "SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED", "PYSPARK_GATEWAY_PORT")
@@ -79,7 +81,15 @@ def build_session(
     conf.setAll(list((extra_conf or {}).items()))
     if SparkContext._gateway is None:
         _start_jvm(conf, home)
-    return SparkSession.builder.config(conf=conf).getOrCreate()
+    session = SparkSession.builder.config(conf=conf).getOrCreate()
+    _offer_format(session)
+    return session
+
+
+def _offer_format(session: SparkSession) -> None:
+    """Register the public format where Spark does not look for it: it asks a shell, unquoted, if its Python exists."""
+    if shlex.quote(sys.executable) != sys.executable:
+        session.dataSource.register(ChangesSource)
 
 
 def active_session() -> SparkSession | None:
