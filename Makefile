@@ -10,7 +10,7 @@ export PYTHONPATH := $(CURDIR)/src
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test next bench lint format chaos docs types clean
+.PHONY: help setup demo test next bench lint format chaos cluster docs types clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -48,6 +48,9 @@ format: setup ## Put the code into its form
 
 chaos: setup ## Kill at each failpoint alone, then 30 times at random
 	@MILLSTREAM_CHAOS_ROUNDS=30 MILLSTREAM_CHAOS_EACH=1 $(PYTHON_IN_VENV) -m pytest -s tests/chaos
+
+cluster: setup ## Run a stream on a standalone cluster, and kill executors and workers under it
+	@MILLSTREAM_CLUSTER=1 $(PYTHON_IN_VENV) -m pytest -s tests/integration/test_cluster.py
 
 docs: setup ## Make the pages that are made from the code
 	@$(PYTHON_IN_VENV) -m millstream.sources.postgres.typedoc > docs/types/postgres.md

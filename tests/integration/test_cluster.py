@@ -16,6 +16,8 @@ from tests.fixtures.postgres import Database
 
 pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.timeout(500)]
 
+WHOLE = os.environ.get("MILLSTREAM_CLUSTER") == "1"
+
 HERE = {"SPARK_LOCAL_IP": "127.0.0.1", "COLUMNS": "1000"}
 """What a driver needs when the cluster is on this host and the host cannot resolve its own name; and long lines."""
 
@@ -25,15 +27,21 @@ def run_once(rig: Rig, master: str) -> int:
     return rig.engine.wait(240)
 
 
+def test_two_executor_processes_deliver_the_same_stream(tmp_path: Path, database: Database) -> None:
+    """The short form: begun on one machine's threads, gone on with on executors of their own."""
+    with Rig(tmp_path, database, seed=13) as rig:
+        fill(rig)
+        assert run_once(rig, "local-cluster[2,1,1024]") == 0, rig.log_tail()
+        rig.prove()
+
+
+@pytest.mark.skipif(not WHOLE, reason="master, workers and their deaths take minutes: `make cluster` runs it")
 def test_a_stream_goes_from_master_to_master_and_survives_its_executors(
     tmp_path: Path, database: Database, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One stream and one home all the way: local, a standalone cluster, local-cluster."""
     with Rig(tmp_path, database, seed=11) as rig, StandaloneCluster(tmp_path) as cluster:
-        rig.shop.create()
-        assert run_once(rig, "local[2,4]") == 0, rig.log_tail()
-        rig.shop.open_doors()
-        rig.database.sql("INSERT INTO visits SELECT i, repeat('a visit ', 20) FROM generate_series(1, 5000) i")
+        fill(rig)
         if os.geteuid() == 0 and shutil.which("unshare"):
             a_worker_that_cannot_see_the_journal_is_named(rig, cluster)
         else:
@@ -56,6 +64,14 @@ def test_a_stream_goes_from_master_to_master_and_survives_its_executors(
             assert rig.engine.stop() == 0, rig.log_tail()
         assert run_once(rig, "local-cluster[2,1,1024]") == 0, rig.log_tail()
         rig.prove()
+
+
+def fill(rig: Rig) -> None:
+    """Tables and a journal first, then the rows that shall be delivered."""
+    rig.shop.create()
+    assert run_once(rig, "local[2,4]") == 0, rig.log_tail()
+    rig.shop.open_doors()
+    rig.database.sql("INSERT INTO visits SELECT i, repeat('a visit ', 20) FROM generate_series(1, 5000) i")
 
 
 def delivering(rig: Rig) -> None:
