@@ -56,11 +56,11 @@ class Intake:
                 if burst:
                     pieces.append(b"".join(burst))
                     total += len(pieces[-1])
-                elif asked:
-                    break
                 if size < 0:
                     self.ended = True
                     self._ask_for(1)  # whoever reads what follows waits for any byte
+                elif asked and not burst:
+                    break
                 elif size == 0:
                     # Libpq takes in a few kilobytes at a time, and there may be more.
                     self._connection.consume_input()
