@@ -21,6 +21,9 @@ ROWS = int(os.environ.get("MILLSTREAM_TYPE_ROWS", "40"))
 NO_INPUT = ("pg_node_tree", "pg_ndistinct", "pg_dependencies", "pg_mcv_list")
 """Types whose values only the server can make: they have a test of their own."""
 
+SENT_IN_BINARY = ("pg_node_tree", "pg_mcv_list")
+"""Those of them whose binary form tells their text."""
+
 NO_VALUES = ("gtsvector", "pg_brin_bloom_summary", "pg_brin_minmax_multi_summary")
 """Types that live in indexes alone: no column of a table can hold a value of them."""
 
@@ -70,18 +73,29 @@ def test_types_that_only_the_server_writes_arrive_as_text(any_database: Database
         ANALYZE facts;
         CREATE TABLE made (key bigint PRIMARY KEY, pg_node_tree pg_node_tree, pg_ndistinct pg_ndistinct,
             pg_dependencies pg_dependencies, pg_mcv_list pg_mcv_list);
-        CREATE PUBLICATION trial FOR TABLE made""")
-    any_database.sql(f"SELECT pg_create_logical_replication_slot('{slot}', 'pgoutput')")
+        CREATE TABLE sent (key bigint PRIMARY KEY, pg_node_tree pg_node_tree, pg_mcv_list pg_mcv_list);
+        CREATE PUBLICATION trial FOR TABLE made;
+        CREATE PUBLICATION trial_of_sent FOR TABLE sent""")
+    any_database.sql(
+        f"SELECT pg_create_logical_replication_slot('{slot}' || n, 'pgoutput') FROM unnest('{{1,2}}'::text[]) n"
+    )
     any_database.sql("""
         INSERT INTO made SELECT 1, (SELECT ev_action FROM pg_rewrite ORDER BY length(ev_action::text) LIMIT 1),
-            stxdndistinct, stxddependencies, stxdmcv FROM pg_statistic_ext_data""")
+            stxdndistinct, stxddependencies, stxdmcv FROM pg_statistic_ext_data;
+        INSERT INTO sent SELECT key, pg_node_tree, pg_mcv_list FROM made""")
     with session(any_database) as connection:
-        messages = [raw for raw in changes(connection, slot) if raw[:1] == b"I"]
+        messages = [raw for raw in changes(connection, f"{slot}1") if raw[:1] == b"I"]
+        options = {"publication_names": "trial_of_sent", "binary": "true"}
+        in_binary = [raw for raw in changes(connection, f"{slot}2", **options) if raw[:1] == b"I"]
         texts = ", ".join(f"{name}::text" for name in NO_INPUT)
         (said,) = connection.execute(f"SELECT {texts} FROM public.made".encode())
-        (made,) = relations(connection, ["public.made"])
+        made, sent = relations(connection, ["public.made", "public.sent"])
     result = decoded(made, messages)
     assert [result.after[name].to_pylist() for name in NO_INPUT] == [[text] for text in said]
     assert all(said)
     for name in NO_INPUT:
         type_matrix.passed(name, "text", any_database.server.version)
+    again = decoded(sent, in_binary)
+    for name in SENT_IN_BINARY:
+        assert again.after[name].equals(result.after[name])
+        type_matrix.passed(name, "binary", any_database.server.version)

@@ -62,7 +62,7 @@ def _all_findings(conn: Connection, spec: SourceSpec, options: PostgresOptions) 
     for table in selection.tables:
         yield from _table_findings(table, server)
     if options.wire == "binary":
-        yield from _wire_findings(selection)
+        yield from _wire_findings(server, selection)
     yield from identity_findings(selection.tables)
     if selection.tables:
         yield from _publications(conn, server, selection, options, spec.tables)
@@ -135,9 +135,9 @@ def _table_findings(table: Table, server: Server) -> Iterator[Finding]:
         )
 
 
-def _wire_findings(selection: Selection) -> Iterator[Finding]:
+def _wire_findings(server: Server, selection: Selection) -> Iterator[Finding]:
     for table in selection.tables:
-        for reason in refusals(table.relation):
+        for reason in refusals(table.relation, server.version):
             yield Finding(
                 "wire", Severity.ERROR, f"wire: binary is not possible: {reason}", TEXT_INSTEAD, table.relation.table
             )

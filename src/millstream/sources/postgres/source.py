@@ -117,7 +117,7 @@ class PostgresSource:
 
         def describe(relation: Relation) -> int:
             described = catalog.enrich(control, relation, self._options.publications)
-            check_wire(described, self._options.wire)
+            check_wire(described, self._options.wire, control.info.server_version)
             return register(described)
 
         assembler = Assembler(start, describe, Spool(self._work))

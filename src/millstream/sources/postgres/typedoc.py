@@ -7,6 +7,7 @@ from itertools import groupby
 
 from millstream.sources.postgres.connection import SESSION_SETTINGS
 from millstream.sources.postgres.types import BY_OID, EXTENSIONS, NUMERIC_OID, TYPES, PgType
+from millstream.sources.postgres.wire import CHAR_NOTE, NOT_READ
 
 _WRITTEN = {
     "bool": "boolean",
@@ -48,7 +49,14 @@ FULL` without a primary key) no single column is a key, and all keep their types
 **Binary.** With `wire: binary` the server sends the same values in its binary form, and they become the same
 columns, to the bit and to the letter. It is possible for tables whose columns are all of types that the tables below
 mark so, and arrays of them; `millstream check` names any other column. If one is added later, capture halts before it
-takes over a change of that table: nothing is lost, and with `wire: text` it goes on where it stood.
+takes over a change of that table: nothing is lost, and with `wire: text` it goes on where it stood. Built-in types
+that cannot be the same in both forms, and so travel as text only:
+
+{unread}
+- `"char"` {char}.
+
+Types that are not built in (enums, domains, composite types, ranges of users, extensions' types) have no number that
+is the same on every server, and travel as text only too.
 
 **SQL_ASCII.** A database with this encoding takes any bytes for text. There every column that is `string` below is
 `binary` (in arrays, too), holding the bytes as they are, except for types whose text is ASCII by nature: numbers,
@@ -113,12 +121,20 @@ def page() -> str:
     """The whole page."""
     settings = ", ".join(f"`{name}={value}`" for name, value in SESSION_SETTINGS.items())
     declared = "\n".join(_numeric_row(precision, scale) for precision, scale in _DECLARED)
-    parts = [_HEAD.format(settings=settings)]
+    parts = [_HEAD.format(settings=settings, unread=_unread(), char=CHAR_NOTE)]
     for group, entries in groupby(TYPES, key=lambda entry: entry.group):
         parts.append(f"\n## {group}\n\n{_table(entries)}")
         if group == "Numbers":
             parts.append(_NUMERIC.format(rows=declared))
     return "".join([*parts, _ARRAYS.format(), "\n", _table(EXTENSIONS)])
+
+
+def _unread() -> str:
+    """The types that are not read in binary form, by their reason."""
+    return "\n".join(
+        f"- {', '.join(f'`{name}`' for name, why in NOT_READ.items() if why == reason)}: each {reason};"
+        for reason in dict.fromkeys(NOT_READ.values())
+    )
 
 
 def _table(entries: Iterable[PgType]) -> str:

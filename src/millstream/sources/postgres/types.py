@@ -2,7 +2,7 @@
 
 Each built-in type has one entry in `TYPES`: its names and OIDs, what a column of it becomes, and
 the readers that make columns of the server's text and of its binary form (`binary.READERS`, by the
-type's name; a type without one there is always sent as text). `docs/types/postgres.md` is made from
+type's name; why a type has none there, `wire.NOT_READ` says). `docs/types/postgres.md` is made from
 this table.
 
 A value without a home in its column's type (NaN in a decimal, infinity in a timestamp, a year
@@ -247,12 +247,6 @@ def column_type(column: Column, *, key: bool = False) -> ColumnType:
     """The type of one column; `key` says that the column identifies rows and so may never be NULL."""
     found = _column_type(column)
     return found.as_text() if key and found.special else found
-
-
-def lacks_binary(column: Column) -> bool:
-    """Whether a column's values cannot be captured in binary form: its type is not built in, or not read so."""
-    entry = BY_OID.get(column.type_oid) or BY_ARRAY_OID.get(column.type_oid)
-    return entry is None or entry.becomes.binary is None
 
 
 def column_types(relation: Relation) -> tuple[ColumnType, ...]:

@@ -6,17 +6,15 @@ array of the values as sent and the Arrow type that the column has: the one of t
 letter. The same makes the text of values that have no home. Bytes that are no value of the type are
 JournalCorrupt: no server sends them.
 
-Not read, so that tables with such columns are captured as text: types whose text the bytes alone do not
-tell (`regclass` and its kin are a number on the wire, "char" is written otherwise before Postgres 16),
-tsvector and tsquery, ranges, and whatever is not built in.
+What is not read, so that tables with such columns are captured as text, is in `wire`, each with its reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from millstream.sources.postgres.binary import network, numbers, others, times
-from millstream.sources.postgres.binary.arrays import ArrayReader
+from millstream.sources.postgres.binary import network, numbers, others, ranges, search, times
+from millstream.sources.postgres.binary.arrays import ArrayReader, VectorReader
 from millstream.sources.postgres.binary.numeric import numeric
 from millstream.sources.postgres.casts import Reader
 
@@ -26,6 +24,10 @@ READERS: Mapping[str, Reader] = {
     **others.READERS,
     **network.READERS,
     **times.READERS,
+    **ranges.READERS,
+    **search.READERS,
+    "int2vector": VectorReader(numbers.READERS["int2"], "int2vector"),
+    "oidvector": VectorReader(numbers.READERS["oid"], "oidvector"),
 }
 
 __all__ = ["READERS", "ArrayReader"]

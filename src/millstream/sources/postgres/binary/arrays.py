@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from millstream.sources.postgres import casts
-from millstream.sources.postgres.binary.cells import Values, refuse
+from millstream.sources.postgres.binary.cells import Values, lists, refuse
 from millstream.sources.postgres.casts import NONE, Casted, Reader
 from millstream.sources.postgres.cells import Bools, Ints, bitmap, strings
 
@@ -44,7 +45,7 @@ class ArrayReader:
         counts = np.zeros(len(values), np.int64)
         counts[single] = values.at(values.first[single] + _HEADER, ">i4", "array")
         items, refused = self.element(
-            _elements(values, values.first + _HEADER + _BOUNDS * single, counts), to.value_type
+            elements(values, values.first + _HEADER + _BOUNDS * single, counts, "array"), to.value_type
         )
         offsets = np.zeros(values.rows + 1, np.int32)
         offsets[1:][values.valid] = counts
@@ -67,8 +68,8 @@ class ArrayReader:
         if any(size < 1 for shape in shapes for size, _ in shape):
             refuse("array")
         counts = np.array([math.prod(size for size, _ in shape) if shape else 0 for shape in shapes], object)
-        elements = _elements(values, values.first + _HEADER + _BOUNDS * dimensions, counts)
-        items = self.element(elements, pa.string())[0].to_pylist()
+        parts = elements(values, values.first + _HEADER + _BOUNDS * dimensions, counts, "array")
+        items = self.element(parts, pa.string())[0].to_pylist()
         texts, at = [], 0
         for shape, count in zip(shapes, counts.tolist(), strict=True):
             texts.append(_array_text(shape, [self._quoted(item) for item in items[at : at + count]], self.delimiter))
@@ -83,6 +84,24 @@ class ArrayReader:
         return '"' + re.sub(r'(["\\])', r"\\\1", item) + '"'
 
 
+@dataclass(frozen=True)
+class VectorReader:
+    """Reads int2vector and oidvector, sent as arrays of one dimension counted from 0: `1 2 3`."""
+
+    element: Reader
+    what: str
+
+    def __call__(self, cells: pa.Array, to: pa.DataType) -> Casted:
+        values = Values(cells)
+        if (_dimensions(values) != 1).any():
+            refuse(self.what)
+        counts = values.at(values.first + _HEADER, ">i4", self.what).astype(np.int64)
+        parts = elements(values, values.first + _HEADER + _BOUNDS, counts, self.what)
+        if parts.null_count:
+            refuse(self.what)
+        return values.spread(pc.binary_join(lists(self.element(parts, pa.string())[0], counts), " ")), NONE
+
+
 def _dimensions(values: Values) -> Ints:
     if (values.sizes < _HEADER).any():
         refuse("array")
@@ -92,32 +111,32 @@ def _dimensions(values: Values) -> Ints:
     return found
 
 
-def _elements(values: Values, at: Ints, counts: Ints) -> pa.Array:
-    """The bytes of all elements, row after row; `at` is where those of each row begin."""
+def elements(values: Values, at: Ints, counts: Ints, what: str) -> pa.Array:
+    """The bytes of all elements, row after row, each behind its size; `at` is where those of each row begin."""
     if ((counts < 0) | (4 * counts > values.last - at)).any():
-        refuse("array")
+        refuse(what)
     counts = counts.astype(np.int64)
-    found = _of_one_size(values, at, counts)
-    first, last, there = _stepped(values, at, counts) if found is None else found
+    found = _of_one_size(values, at, counts, what)
+    first, last, there = _stepped(values, at, counts, what) if found is None else found
     return values.cut(first, last, None if there.all() else there)
 
 
-def _of_one_size(values: Values, at: Ints, counts: Ints) -> tuple[Ints, Ints, Bools] | None:
+def _of_one_size(values: Values, at: Ints, counts: Ints, what: str) -> tuple[Ints, Ints, Bools] | None:
     """The places, if all elements are as long as the first one; None if not."""
     rows = np.flatnonzero(counts)
     if not len(rows):
         return (NONE, NONE, np.zeros(0, bool)) if (at == values.last).all() else None
-    size = int(values.at(at[rows[:1]], ">i4", "array")[0])
+    size = int(values.at(at[rows[:1]], ">i4", what)[0])
     if size < 0 or (values.last - at != counts * (4 + size)).any():
         return None
     row = np.repeat(np.arange(len(counts)), counts)
     place = at[row] + (4 + size) * (np.arange(len(row)) - (np.cumsum(counts) - counts)[row])
-    if (values.at(place, ">i4", "array") != size).any():
+    if (values.at(place, ">i4", what) != size).any():
         return None
     return place + 4, place + 4 + size, np.ones(len(row), bool)
 
 
-def _stepped(values: Values, at: Ints, counts: Ints) -> tuple[Ints, Ints, Bools]:
+def _stepped(values: Values, at: Ints, counts: Ints, what: str) -> tuple[Ints, Ints, Bools]:
     """The places, found by going from each element to the next in all rows at once."""
     total = int(counts.sum())
     first, last, there = np.zeros(total, np.int64), np.zeros(total, np.int64), np.zeros(total, bool)
@@ -128,8 +147,8 @@ def _stepped(values: Values, at: Ints, counts: Ints) -> tuple[Ints, Ints, Bools]
     while len(rows):
         place = at[rows]
         if (place + 4 > values.last[rows]).any():
-            refuse("array")
-        size = values.at(place, ">i4", "array").astype(np.int64)
+            refuse(what)
+        size = values.at(place, ">i4", what).astype(np.int64)
         sent = size >= 0
         end = place + 4 + np.where(sent, size, 0)
         first[into[rows] + number], last[into[rows] + number], there[into[rows] + number] = place + 4, end, sent
@@ -137,7 +156,7 @@ def _stepped(values: Values, at: Ints, counts: Ints) -> tuple[Ints, Ints, Bools]
         number += 1
         rows = rows[counts[rows] > number]
     if (at != values.last).any():
-        refuse("array")
+        refuse(what)
     return first, last, there
 
 

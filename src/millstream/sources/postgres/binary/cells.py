@@ -113,6 +113,13 @@ class Values:
         return pc.take(pieces, integers(np.arange(0, 2 * len(first), 2), there), boundscheck=False)
 
 
+def lists(items: pa.Array, counts: Ints) -> pa.ListArray:
+    """The items that follow each other as lists, one with so many of them for each of `counts`."""
+    offsets = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=offsets[1:])
+    return pa.ListArray.from_arrays(integers(offsets), items)
+
+
 def refuse(what: str) -> NoReturn:
     """For bytes that no server sends."""
     raise JournalCorrupt(f"a value of type {what} is not in the binary form of that type")

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.sources.postgres import casts
-from millstream.sources.postgres.binary.cells import Values, refuse
+from millstream.sources.postgres.binary.cells import Values, lists, refuse
 from millstream.sources.postgres.binary.floats import float_texts
 from millstream.sources.postgres.binary.lines import Lines, hexed
 from millstream.sources.postgres.casts import NONE, Casted, Octets, Reader
@@ -27,6 +27,15 @@ class Versioned:
         if (values.sizes < 1).any() or (values.at(values.first, "u1", self.what) != 1).any():
             refuse(self.what)
         return casts.text(values.spread(values.cut(values.first + 1, values.last)), to)
+
+
+def char(cells: pa.Array, to: pa.DataType) -> Casted:
+    """One byte: zero is the empty text, and one beyond ASCII is written in octal, as it is since Postgres 16."""
+    values = Values(cells)
+    return values.spread(_CHARS.take(integers(values.fixed(1, '"char"')[:, 0]))), NONE
+
+
+_CHARS = strings(["", *map(chr, range(1, 128)), *(f"\\{octet:o}" for octet in range(128, 256))])
 
 
 def bytea(cells: pa.Array, to: pa.DataType) -> Casted:
@@ -115,7 +124,7 @@ def snapshot(cells: pa.Array, to: pa.DataType) -> Casted:
         refuse("pg_snapshot")
     low, high = (integers(values.at(values.first + at, ">i8", "pg_snapshot")).cast(pa.string()) for at in (4, 12))
     running = integers(values.at(_each(values.first + 20, count, 8), ">i8", "pg_snapshot")).cast(pa.string())
-    listed = pc.binary_join(_lists(running, count), ",")
+    listed = pc.binary_join(lists(running, count), ",")
     return values.spread(pc.binary_join_element_wise(low, high, listed, ":")), NONE
 
 
@@ -169,7 +178,7 @@ def _points(values: Values, at: Ints, what: str) -> pa.Array:
     if not len(place):
         return strings([""] * len(at))
     return pc.binary_join(
-        _lists(pc.binary_join_element_wise("(", pc.binary_join_element_wise(x, y, ","), ")", ""), count), ","
+        lists(pc.binary_join_element_wise("(", pc.binary_join_element_wise(x, y, ","), ")", ""), count), ","
     )
 
 
@@ -180,17 +189,13 @@ def _each(begin: Ints, count: Ints, size: int) -> Ints:
     return place
 
 
-def _lists(items: pa.Array, count: Ints) -> pa.ListArray:
-    offsets = np.zeros(len(count) + 1, np.int32)
-    np.cumsum(count, out=offsets[1:])
-    return pa.ListArray.from_arrays(integers(offsets), items)
-
-
 READERS: dict[str, Reader] = {
-    **dict.fromkeys(("text", "varchar", "bpchar", "name", "json", "xml", "refcursor"), casts.text),
+    **dict.fromkeys(("text", "varchar", "bpchar", "name", "json", "xml", "refcursor", "pg_node_tree"), casts.text),
     "jsonb": Versioned("jsonb"),
     "jsonpath": Versioned("jsonpath"),
+    "char": char,
     "bytea": bytea,
+    "pg_mcv_list": bytea,
     "bit": bits,
     "varbit": bits,
     "uuid": uuid,
