@@ -19,6 +19,7 @@
     ├── TargetError
     │   ├── TargetUnavailable  transient: try the batch again later
     │   └── TargetRefused      permanent: this target stops, the others go on
+    │       └── MissingBase    a row lacks a value that its change did not send and nobody has
     ├── SchemaChanged          a table's columns are no longer those that a DataFrame was made with
     ├── StateError             the state store cannot be read or written
     ├── HomeLocked             another process runs on this home
@@ -134,6 +135,12 @@ class TargetUnavailable(TargetError):
 
 class TargetRefused(TargetError):
     """The target will never take this batch as it is; the target stops and says why."""
+
+
+class MissingBase(TargetRefused):
+    """A change left out a value that it did not change, and neither the batch nor the target has it."""
+
+    kind = "missing_base"
 
 
 class SchemaChanged(MillstreamError):

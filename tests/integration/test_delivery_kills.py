@@ -6,30 +6,36 @@ whole engine at the same steps, on real Spark and under load.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import millstream
 from tests.fixtures.delivery import commits_of
-from tests.fixtures.journals import Journal, delivered, shop_table
+from tests.fixtures.journals import Change, Journal, delivered, shop_table
 
 pytestmark = pytest.mark.chaos
 
-ROOMS = re.compile(r'failpoint\("((?:delivery|files|stage)\.\w+)"\)')
+NAME = re.compile(r'failpoint\("(\w+)\.(\w+)"\)')
 
 
-def failpoints() -> list[str]:
-    """Every failpoint of delivery, as the code names them."""
+def failpoints(*rooms: str) -> list[str]:
+    """Every failpoint of these parts of delivery, as the code names them."""
     sources = sorted(Path(millstream.__file__).parent.rglob("*.py"))
-    return [name for path in sources for name in ROOMS.findall(path.read_text())]
+    found = [match for path in sources for match in NAME.findall(path.read_text())]
+    return [f"{where}.{step}" for where, step in found if where in rooms]
 
 
 def fill(journal: Journal, transactions: int) -> None:
@@ -42,7 +48,7 @@ def fill(journal: Journal, transactions: int) -> None:
     journal.commit()
 
 
-def run_until_it_ends(root: Path, armed: list[str]) -> list[str]:
+def run_until_it_ends(root: Path, armed: list[str], kind: str, options: dict[str, Any]) -> list[str]:
     """Start the process again and again, each failpoint kills once, until it ends well. Returns what has killed."""
     state = root / "failpoints"
     state.mkdir()
@@ -50,9 +56,9 @@ def run_until_it_ends(root: Path, armed: list[str]) -> list[str]:
         **os.environ,
         "MILLSTREAM_FAILPOINT": ",".join(armed),
         "MILLSTREAM_FAILPOINT_STATE": str(state),
-        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[2]), str(Path(millstream.__file__).parents[1]))),
     }
-    command = [sys.executable, "-m", "tests.fixtures.delivering", str(root)]
+    command = [sys.executable, "-m", "tests.fixtures.delivering", str(root), kind, json.dumps(options)]
     for _ in range(len(armed) + 1):
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
         if ended.returncode == 0:
@@ -71,10 +77,43 @@ def assert_exact(root: Path, journal: Journal) -> None:
     assert listed == {str(path.relative_to(root / "log")) for path in (root / "log").rglob("*.parquet")}
 
 
-def test_a_kill_after_each_step_changes_nothing(tmp_path: Path) -> None:
-    journal = Journal.create(tmp_path / "journal")
-    fill(journal, transactions=150)
-    armed = failpoints()
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    made = Journal.create(tmp_path / "journal")
+    fill(made, transactions=150)
+    return made
+
+
+def test_a_kill_after_each_step_changes_nothing(tmp_path: Path, journal: Journal) -> None:
+    armed = failpoints("delivery", "stage", "files")
     assert len(armed) >= 9
-    assert run_until_it_ends(tmp_path, armed) == sorted(armed)
+    assert run_until_it_ends(tmp_path, armed, "files", {"path": str(tmp_path / "log")}) == sorted(armed)
     assert_exact(tmp_path, journal)
+
+
+Rows = Callable[[str], list[tuple[Any, ...]]]
+
+
+def assert_lane_is_exact(rows: Rows, journal: Journal, cursors: str) -> None:
+    """Every change once, and a cursor at the end, in a changelog that is in one database."""
+    found = [
+        (seq, Change(table, id_, body))
+        for table in ("public.orders", "public.items")
+        for seq, id_, body in rows(f"SELECT _ms_seq, id, body FROM {table_name(table, cursors)} ORDER BY _ms_seq")
+    ]
+    assert len(found) == len(journal.written)
+    assert dict(found) == journal.written
+    assert rows(f"SELECT seq FROM {cursors}") == [(journal.last_seq,)]
+
+
+def table_name(table: str, cursors: str) -> str:
+    return table if "." in cursors else f'"{table}"'
+
+
+def test_a_kill_after_each_step_of_a_lane_changes_nothing(tmp_path: Path, journal: Journal) -> None:
+    armed = failpoints("lane")
+    assert len(armed) >= 4
+    path = tmp_path / "copy.db"
+    assert run_until_it_ends(tmp_path, armed, "sqlite", {"path": str(path), "write": "changelog"}) == sorted(armed)
+    with closing(sqlite3.connect(path)) as db:
+        assert_lane_is_exact(lambda sql: db.execute(sql).fetchall(), journal, "_millstream_cursors")

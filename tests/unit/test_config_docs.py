@@ -24,6 +24,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "A target": TargetKeys,
     "A batch": BatchKeys,
     "Files": options_model(TARGETS["files"].options),
+    "SQLite": options_model(TARGETS["sqlite"].options),
 }
 
 
@@ -40,7 +41,7 @@ def test_each_known_key_is_documented_and_each_documented_key_is_known(section: 
 
 
 def test_every_kind_has_a_section() -> None:
-    assert (set(SOURCES), set(TARGETS)) == ({"postgres"}, {"files"})
+    assert (set(SOURCES), set(TARGETS)) == ({"postgres"}, {"files", "sqlite"})
 
 
 @pytest.mark.parametrize("section", SECTIONS)

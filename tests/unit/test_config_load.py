@@ -13,6 +13,7 @@ import pytest
 
 from millstream.config import Problem, StreamFileError, load_streams
 from millstream.config.definition import definition
+from millstream.config.kinds import TARGETS
 from millstream.errors import ConfigError
 from millstream.model import AckPolicy, BatchLimits, Mode, OnLimit, Retention, SourceSpec, StreamSpec, TargetSpec
 
@@ -188,7 +189,7 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(problems: Callable[.
         "14:50: targets[0].batch.max_m: unknown key; did you mean `max_ms`?",
         "14:73: targets[0].batch.max_bytes: must be above 0",
         "15:12: targets[1].name: another target is named `lake`, on line 14; give it a name of its own",
-        "15:24: targets[1].kind: `filez` is not known; did you mean `files`? available: files",
+        f"15:24: targets[1].kind: `filez` is not known; did you mean `files`? available: {', '.join(TARGETS)}",
         "16:18: commit.quorum: asks for 3 of 2 targets",
         "17:1: `commit` is given twice, first on line 16; keep one of the two",
     ]
@@ -221,12 +222,12 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(problems: Callable[.
         (
             "kind: files",
             "kind: delta, mirror: true",
-            "8:23: targets[0].kind: `delta` is not available in this version; available: files",
+            f"8:23: targets[0].kind: `delta` is not available in this version; available: {', '.join(TARGETS)}",
         ),
         (
             "kind: files",
             "kind: kafka",
-            "8:23: targets[0].kind: `kafka` is not available in this version; available: files",
+            f"8:23: targets[0].kind: `kafka` is not available in this version; available: {', '.join(TARGETS)}",
         ),
         (
             "./log}",

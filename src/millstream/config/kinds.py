@@ -54,15 +54,18 @@ SOURCES = {
 }
 SOURCES_LATER = ("mysql", "mariadb", "sqlite", "kafka", "nats", "kinesis", "archive", "fanout", "base", "mongodb")
 
+DATABASE_LIMITS = BatchLimits(max_ms=200, max_bytes=64 << 20, max_events=MAX_EVENTS)
+
 TARGETS = {
     "files": TargetKind(
         "millstream.targets.files:FilesOptions",
         BatchLimits(max_ms=5_000, max_bytes=16 << 20, max_events=MAX_EVENTS),
         choices={"format": Choices(now=("parquet",), later=("json", "jsonl", "avro", "arrow", "protobuf"))},
     ),
+    "sqlite": TargetKind("millstream.targets.sqlite:SqliteOptions", DATABASE_LIMITS, choices={}),
 }
 TARGETS_LATER = (
-    *("delta", "iceberg", "postgres", "mysql", "mariadb", "sqlite", "duckdb", "clickhouse", "kafka", "nats", "redis"),
+    *("delta", "iceberg", "postgres", "mysql", "mariadb", "duckdb", "clickhouse", "kafka", "nats", "redis"),
     *("http", "queue", "memory", "fanout", "turbopuffer", "grpc", "base"),
 )
 

@@ -11,20 +11,22 @@ import errno
 import json
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import pyarrow as pa
 from pyspark import TaskContext
 
 from millstream.changelog import assemble
-from millstream.errors import MillstreamError, TargetRefused
+from millstream.errors import JournalMismatch, MillstreamError, TargetRefused
 from millstream.failpoint import failpoint
-from millstream.model import Json, Relation
+from millstream.journal import JournalReader
+from millstream.journal.format import Slice
+from millstream.model import Json, Relation, SeqRange
 from millstream.spark.probe import Needed, check_myself
 from millstream.spark.rows import Opener, Rows, described
 from millstream.spark.slices import from_rows
-from millstream.targets.base import Attempt, Receipt, Stager
+from millstream.targets.base import Attempt, Lane, LaneBatch, Part, Receipt, Stager
 
 RECEIPT = pa.schema(
     [
@@ -55,7 +57,7 @@ class StagePlan:
     event_prefix: str
     after_position: int | None
     """Changes up to here were delivered from an earlier incarnation of the journal and are left out."""
-    stager: Stager
+    stager: Stager | Lane
 
 
 def stage_function(plan: StagePlan) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
@@ -81,6 +83,9 @@ def _stage(plan: StagePlan, batches: Iterable[pa.RecordBatch], attempt: Attempt)
     check_myself(plan.needed)
     slices = [piece for batch in batches for piece in from_rows(batch)]
     opener = Opener(plan.locations, slices)
+    if isinstance(plan.stager, Lane):
+        yield from _deliver(plan, plan.stager, slices, opener)
+        return
     for (journal_id, relation_id), group in groupby(slices, key=lambda piece: (piece[0].journal_id, piece[0].relation)):
         relation = described(plan.locations, plan.source_kind, journal_id, relation_id)
         rows = Rows(opener, plan.after_position, group)
@@ -98,6 +103,73 @@ def _decoded(
     for batch in rows:
         yield assemble(batch, relation, relation_id, event_prefix)
         failpoint("stage.slice_decoded")
+
+
+@dataclass
+class _Reading:
+    """One relation's rows in a lane's task, and a count of what was read of them."""
+
+    relation: Relation
+    relation_id: int
+    rows: Rows
+    bytes: int = 0
+    seqs: list[int] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        for batch in self.rows:
+            if batch.num_rows:
+                self.bytes += batch.nbytes
+                self.seqs = [*self.seqs[:1], batch["seq"][0].as_py(), batch["seq"][-1].as_py()]
+                yield batch
+
+    def receipts(self) -> Sequence[Receipt]:
+        if not self.seqs:
+            return ()
+        first, last = self.seqs[0], self.seqs[-1]
+        return (Receipt(self.relation_id, self.relation.table, self.rows.taken, self.bytes, first, last, {}),)
+
+
+def _deliver(
+    plan: StagePlan, lane: Lane, slices: Sequence[tuple[Slice, SeqRange]], opener: Opener
+) -> Iterator[pa.RecordBatch]:
+    """Hand a whole batch to a lane. It must be in this one task."""
+    spans = {span for _, span in slices}
+    if not spans:
+        return
+    if len(spans) > 1:
+        raise TargetRefused("a task was given more than one batch", hint="this is a defect in Millstream")
+    (span,) = spans
+    readings = []
+    for (journal_id, relation_id), group in groupby(slices, key=lambda piece: (piece[0].journal_id, piece[0].relation)):
+        relation = described(plan.locations, plan.source_kind, journal_id, relation_id)
+        readings.append(_Reading(relation, relation_id, Rows(opener, plan.after_position, list(group))))
+
+    def check_complete() -> None:
+        read = sum(reading.rows.taken + reading.rows.skipped for reading in readings)
+        if read != span.end - span.start:
+            raise TargetRefused(
+                f"{read} rows were read of the {span.end - span.start} from seq {span.start + 1} to {span.end}; "
+                "nothing was written",
+                hint="run `millstream journal verify`",
+            )
+
+    parts = [
+        Part(r.relation, r.relation_id, _decoded(r.relation, r.relation_id, plan.event_prefix, r)) for r in readings
+    ]
+    written = lane.deliver(LaneBatch(span, _end_position(plan, span), parts, check_complete))
+    for reading in readings:
+        if not written:
+            # An earlier try of this task wrote it and could not say so: what it would have said is counted.
+            for _ in reading:
+                pass
+        yield _receipt_rows(reading.receipts(), reading.relation_id, reading.rows.skipped)
+
+
+def _end_position(plan: StagePlan, span: SeqRange) -> int:
+    cut = JournalReader(plan.locations).cut_at(span.end)
+    if cut is None:
+        raise JournalMismatch(f"seq {span.end} is not the end of a transaction in this journal")
+    return cut.resume_position
 
 
 def _receipt_rows(receipts: Sequence[Receipt], relation_id: int, skipped: int) -> pa.RecordBatch:

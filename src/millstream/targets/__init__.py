@@ -13,4 +13,8 @@ def open_target(spec: TargetSpec) -> Target:
         from millstream.targets.files import FilesOptions, FilesTarget
 
         return FilesTarget(FilesOptions.model_validate(dict(spec.options)))
+    if spec.kind == "sqlite":
+        from millstream.targets.sqlite import SqliteOptions, SqliteTarget
+
+        return SqliteTarget(SqliteOptions.model_validate(dict(spec.options)))
     raise ConfigError(f"target {spec.name}: there is no target of kind {spec.kind}")

@@ -6,7 +6,10 @@ target promises depends on its `delivery`:
 *staged*  tasks write outputs that nobody can see yet; `publish` makes the winners visible. Exactly
           once: a second attempt of a task writes under another name, an unpublished output is
           removed by `recover`, a published range is never published again.
-*lane*    the batch is one task whose transaction compares and sets the cursor kept in the target.
+*lane*    the batch is one task whose transaction compares and sets the cursor kept in the target and
+          ends with the data. Exactly once: a second attempt, or a process that no longer matters,
+          finds the cursor moved, or the target taken over, and writes nothing. A source transaction
+          is seen whole, across tables. `publish` finds everything done and writes nothing.
 *keyed*   effects carry event id and version; at least once, receivers compare versions.
 
 Order: for one stream and target, `publish(range)` is called in order of range, never twice at the
@@ -22,9 +25,9 @@ Shutdown: `close` is called once, from the thread that called `open`. Nothing ma
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 
@@ -113,6 +116,38 @@ class Stager(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Part:
+    """One relation's changes of a batch. `batches` are in seq order and can be read once."""
+
+    relation: Relation
+    relation_id: int
+    batches: Iterator[pa.RecordBatch]
+
+
+@dataclass(frozen=True)
+class LaneBatch:
+    """A whole batch, as the one task of a lane has it. Parts may be read side by side."""
+
+    range: SeqRange
+    end_position: int
+    parts: Sequence[Part]
+    check_complete: Callable[[], None]
+    """Raises unless every change of the range was read from `parts`. To be called before committing."""
+
+
+@runtime_checkable
+class Lane(Protocol):
+    """The executor side of a lane: picklable, no state that matters between calls, one call per batch."""
+
+    def deliver(self, batch: LaneBatch) -> bool:
+        """Write the batch and the cursor in one transaction; returns when it is durable.
+
+        False: the target has it already, nothing was written. Raises TargetRefused when another
+        epoch or run has taken over, or when the range does not follow the target's cursor.
+        """
+
+
 class Target(Protocol):
     """The driver side. One instance per (stream, target)."""
 
@@ -132,11 +167,14 @@ class Target(Protocol):
     def recover(self, cursor: TargetCursor | None) -> None:
         """Remove everything that was staged or half published beyond `cursor`. Before the first batch."""
 
-    def stager(self) -> Stager:
-        """The executor side for the open context."""
+    def stager(self) -> Stager | Lane:
+        """The executor side for the open context; a `Lane` where delivery is that."""
 
     def publish(self, range: SeqRange, end_position: int, receipts: Sequence[Receipt]) -> None:
-        """Make the batch visible. Idempotent for a range that is published already."""
+        """Make the batch visible. Idempotent for a range that is published already.
+
+        A lane has written it already: this only looks, and raises if the target does not have it.
+        """
 
     def close(self) -> None:
         """Let go of everything. Idempotent."""

@@ -1,0 +1,305 @@
+"""The latest row per key of a run of changes, by column: what a mirror has to write.
+
+    latest(changes, key) -> Latest
+        truncated   the seq of the last TRUNCATE: everything older is gone
+        gone        keys that no row has after the changes, each with the version of its last change
+        rows        the rows that are there after them, one per key, each with its version
+        kept        per column the rows whose value nobody sent: the target's own row has it, under
+                    the key it had before the changes (`base`)
+
+A change may leave out values that it did not change (`_ms_unchanged`). They are filled, in this
+order, from the change's own old row, from earlier changes of the same row, following its key, and
+from the target. A row for which none of these can have the value is `missing`, never a NULL.
+
+Changes of one relation, in seq order. Cutting them in two and writing the halves one after another
+gives the same table: so a run may be as short or as long as memory allows.
+
+Rows whose key changes are followed one by one (`moves`); all others are found by column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from millstream.changelog import BEFORE, METADATA
+from millstream.model import Op
+from millstream.moves import KEPT, MISSING, Moved, follow
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+SEQ = "_ms_seq"
+
+
+@dataclass(frozen=True)
+class Latest:
+    """What a mirror has to write, in this order: `truncated`, `gone`, `rows`."""
+
+    truncated: int | None
+    gone: pa.Table
+    """The key's columns and `_ms_seq`."""
+    rows: pa.Table
+    """The relation's columns and `_ms_seq`."""
+    kept: Mapping[str, Bools] = field(default_factory=dict)
+    base: pa.Table | None = None
+    """For each of `rows` the key it had before the changes; None when nothing is kept."""
+    special: Mapping[str, pa.StringArray] = field(default_factory=dict)
+    """By column the exact text of values that the column cannot hold; NULL where it can."""
+    missing: Sequence[int] = ()
+    """The versions of `rows` that lack a value which nobody can have."""
+
+
+def latest(changes: pa.Table, key: Sequence[str]) -> Latest:
+    """Fold the changes of one relation (schema: `changelog.schema`), which are in seq order, to its latest rows."""
+    op = one_letter(whole(changes["_ms_op"]))
+    cut = np.flatnonzero(op == Op.TRUNCATE)
+    truncated = None
+    if len(cut):
+        truncated = int(changes[SEQ][int(cut[-1])].as_py())
+        changes, op = changes.slice(int(cut[-1]) + 1), op[int(cut[-1]) + 1 :]
+    return _Fold(changes, op, tuple(key), truncated).folded()
+
+
+def special_texts(changes: pa.Table) -> dict[str, pa.StringArray]:
+    """By column (and `_ms_before.` column) the exact texts of values without a home, NULL where there is none."""
+    return _special(whole(changes["_ms_special"]), changes.num_rows)
+
+
+class _Fold:
+    """The changes after the last truncate. A *place* is where a value stands: n for the new row of
+    change n, `size` + n for its old row."""
+
+    def __init__(self, changes: pa.Table, op: npt.NDArray[np.uint8], key: tuple[str, ...], truncated: int | None):
+        self.size = changes.num_rows
+        self.op = op
+        self.key = key
+        self.truncated = truncated
+        self.columns = [name for name in changes.column_names if name not in METADATA]
+        self.new = {name: whole(changes[name]) for name in (*self.columns, SEQ)}
+        before = whole(changes[BEFORE])
+        self.has_before = booleans(before.is_valid())
+        names = [inner.name for inner in before.type]
+        self.old = dict(zip(names, before.flatten(), strict=True))
+        self.unsent = _unsent(whole(changes["_ms_unchanged"]))
+        self.special = _special(whole(changes["_ms_special"]), self.size)
+        self.places = {name: self._sent(name, mask) for name, mask in self.unsent.items() if name in self.new}
+        self.keys = {name: self._key_values(name) for name in key}
+
+    def folded(self) -> Latest:
+        ids = _ids([self.keys[name] for name in self.key])
+        new, old = ids[: self.size], ids[self.size :]
+        old = np.where(self.has_before, old, new)
+        new = np.where(self.op == Op.DELETE, old, new)
+        count = int(ids.max(initial=-1)) + 1
+        # Where a key's value can be found, whoever has it.
+        place_of = np.zeros(count, np.int64)
+        place_of[ids] = np.arange(len(ids))
+        moving = np.zeros(count, bool)
+        moves = (self.op == Op.UPDATE) & (new != old)
+        moving[new[moves]] = moving[old[moves]] = True
+        concerned = moving[new]
+        moved = self._follow(np.flatnonzero(concerned), new, old) if moves.any() else Moved()
+        live, places, gone = self._settle(np.flatnonzero(~concerned), new, count)
+        return self._assemble(live, places, gone, new, moved, place_of)
+
+    def _settle(self, changes: Ints, keys: Ints, count: int) -> tuple[Ints, dict[str, Ints], Ints]:
+        """Rows that keep their key: the last change of each says whether it lives; places of values by column."""
+        last = np.full(count, -1, np.int64)
+        last[keys[changes]] = changes
+        last = np.sort(last[last >= 0])
+        dead = self.op[last] == Op.DELETE
+        live = last[~dead]
+        order = changes[np.argsort(keys[changes], kind="stable")] if self.places else changes
+        return live, {name: self._filled(place, order, keys)[live] for name, place in self.places.items()}, last[dead]
+
+    def _filled(self, place: Ints, order: Ints, keys: Ints) -> Ints:
+        """For each change the place of its row's value: its own, or that of the change of this key before it."""
+        sent = np.where(self.op == Op.DELETE, MISSING, place)[order]
+        numbers = np.arange(len(order))
+        group = keys[order]
+        begins = np.ones(len(order), bool)
+        begins[1:] = group[1:] != group[:-1]
+        first = np.maximum.accumulate(np.where(begins, numbers, 0))
+        source = np.maximum.accumulate(np.where(sent != KEPT, numbers, -1))
+        filled = np.empty(self.size, np.int64)
+        filled[order] = np.where(source >= first, sent[source], KEPT)
+        return filled
+
+    def _follow(self, changes: Ints, new: Ints, old: Ints) -> Moved:
+        def is_row(change: int, other: int) -> bool:
+            """Whether the old row of `change` is the new row of `other`, as far as both were sent."""
+            return all(
+                not self.old[name][change].is_valid
+                or (name in self.unsent and self.unsent[name][other])
+                or self.old[name][change].equals(self.new[name][other])
+                for name in self.old
+            )
+
+        return follow(changes, self.op, new, old, self.places, is_row, self.has_before)
+
+    def _assemble(
+        self, live: Ints, places: dict[str, Ints], gone: Ints, keys: Ints, moved: Moved, place_of: Ints
+    ) -> Latest:
+        change = np.concatenate([live, moved.change])
+        every = {name: np.concatenate([at, moved.places[name]]) if moved.places else at for name, at in places.items()}
+        seq = self.new[SEQ]
+        columns = {}
+        for name in self.columns:
+            if name in self.keys:
+                columns[name] = _taken(self.keys[name], change)
+            else:
+                columns[name] = self._values(name, every.get(name, change))
+        rows = pa.table({**columns, SEQ: _taken(seq, change)})
+        kept = {name: at == KEPT for name, at in every.items() if name not in self.keys and (at == KEPT).any()}
+        absent = [at == MISSING for name, at in every.items() if name not in self.keys]
+        missing = change[np.logical_or.reduce(absent)] if absent else change[:0]
+        base = None
+        if kept:
+            base_keys = np.concatenate([keys[live], moved.base])
+            base = self._keys_at(place_of[np.maximum(base_keys, 0)])
+        gone_keys = np.concatenate([keys[gone], moved.gone_key])
+        gone_seq = _taken(seq, np.concatenate([gone, moved.gone_change]))
+        return Latest(
+            truncated=self.truncated,
+            gone=self._keys_at(place_of[gone_keys]).append_column(SEQ, gone_seq),
+            rows=rows,
+            kept=kept,
+            base=base,
+            special=self._texts(change, every),
+            missing=tuple(_taken(seq, missing).to_pylist()),
+        )
+
+    def _keys_at(self, place: Ints) -> pa.Table:
+        return pa.table({name: _taken(self.keys[name], place) for name in self.key})
+
+    def _values(self, name: str, place: Ints) -> pa.Array:
+        """The column's values at these places; NULL where there is none."""
+        if not (place < 0).any() and not (place >= self.size).any():
+            return _taken(self.new[name], place)
+        both = pa.concat_arrays([self.new[name], self.old[name]])
+        return both.take(whole_numbers(np.maximum(place, 0), place >= 0))
+
+    def _texts(self, change: Ints, places: Mapping[str, Ints]) -> dict[str, pa.StringArray]:
+        found = {}
+        for name in self.columns:
+            if name not in self.special and f"{BEFORE}.{name}" not in self.special:
+                continue
+            nothing = pa.nulls(self.size, pa.string())
+            both = pa.concat_arrays([self.special.get(label, nothing) for label in (name, f"{BEFORE}.{name}")])
+            place = places.get(name, change)
+            texts = both.take(whole_numbers(np.maximum(place, 0), place >= 0))
+            if texts.null_count < len(texts):
+                found[name] = texts
+        return found
+
+    def _sent(self, name: str, unsent: Bools) -> Ints:
+        """The place of each change's own value of the column, KEPT where it was not sent."""
+        numbers = np.arange(self.size)
+        in_old = self.has_before & booleans(self.old[name].is_valid())
+        label = f"{BEFORE}.{name}"
+        if label in self.special:
+            in_old |= booleans(self.special[label].is_valid())
+        return np.where(~unsent, numbers, np.where(in_old, numbers + self.size, KEPT))
+
+    def _key_values(self, name: str) -> pa.Array:
+        """A key column's values by place. What a new row did not send of its key is in the old one."""
+        new, old = self.new[name], self.old[name]
+        if name in self.unsent:
+            both = pa.concat_arrays([new, old])
+            new = both.take(whole_numbers(np.arange(self.size) + np.where(self.unsent[name], self.size, 0)))
+        return pa.concat_arrays([new, old])
+
+
+def _ids(columns: Sequence[pa.Array]) -> Ints:
+    """One small number per distinct key."""
+    ids = np.zeros(len(columns[0]), np.int64)
+    for number, values in enumerate(columns):
+        codes = _numbers(values.dictionary_encode(null_encoding="encode").indices)
+        if not number:
+            ids = codes
+        else:
+            # Numbers stay below the count of rows, so that their product with the next column's fits.
+            ids = np.unique(ids * (int(codes.max(initial=0)) + 1) + codes, return_inverse=True)[1].astype(np.int64)
+    return ids
+
+
+def _numbers(array: pa.Array) -> Ints:
+    return np.frombuffer(array.buffers()[1], np.int32, len(array), array.offset * 4).astype(np.int64)
+
+
+def one_letter(array: pa.StringArray) -> npt.NDArray[np.uint8]:
+    """A column of one-letter texts as their codes."""
+    if not len(array):
+        return np.zeros(0, np.uint8)
+    offsets = np.frombuffer(array.buffers()[1], np.int32, len(array) + 1, array.offset * 4)
+    return np.frombuffer(array.buffers()[2], np.uint8)[offsets[:-1]]
+
+
+def booleans(array: pa.BooleanArray) -> Bools:
+    """A column without NULLs as numpy's. (Arrow's own way imports pandas.)"""
+    if not len(array):
+        return np.zeros(0, bool)
+    bits = np.frombuffer(array.buffers()[1], np.uint8)
+    return np.unpackbits(bits, bitorder="little")[array.offset : array.offset + len(array)].astype(bool)
+
+
+def whole_numbers(values: Ints, valid: Bools | None = None) -> pa.Int64Array:
+    """An Arrow array over numpy's integers, for the same reason."""
+    there = None if valid is None else pa.py_buffer(np.packbits(valid, bitorder="little"))
+    held = np.ascontiguousarray(values, np.int64)
+    return pa.Array.from_buffers(pa.int64(), len(held), [there, pa.py_buffer(held)])
+
+
+def _taken(values: pa.Array, place: Ints) -> pa.Array:
+    if len(place) == len(values) and (place == np.arange(len(values))).all():
+        return values
+    return values.take(whole_numbers(place))
+
+
+def whole(column: pa.ChunkedArray) -> pa.Array:
+    """A column in one piece."""
+    combined = column.combine_chunks()
+    return pa.concat_arrays(combined.chunks) if isinstance(combined, pa.ChunkedArray) else combined
+
+
+def _unsent(lists: pa.ListArray) -> dict[str, Bools]:
+    """By column which changes did not send it; empty when all sent everything."""
+    names = lists.flatten()
+    if not len(names):
+        return {}
+    offsets = np.frombuffer(lists.buffers()[1], np.int32, len(lists) + 1, lists.offset * 4)
+    rows = np.repeat(np.arange(len(lists)), np.diff(offsets))
+    return {label: _marked(len(lists), rows[at]) for label, at in _by_label(names)}
+
+
+def _special(maps: pa.MapArray, size: int) -> dict[str, pa.StringArray]:
+    """By label the exact texts, NULL where there is none; empty when there are none at all."""
+    offsets = np.frombuffer(maps.buffers()[1], np.int32, len(maps) + 1, maps.offset * 4) if len(maps) else np.zeros(1)
+    begin, end = int(offsets[0]), int(offsets[-1])
+    if begin == end:
+        return {}
+    rows = np.repeat(np.arange(len(maps)), np.diff(offsets))
+    keys, items = maps.keys.slice(begin, end - begin), maps.items.slice(begin, end - begin)
+    found = {}
+    for label, at in _by_label(keys):
+        where = np.zeros(size, np.int64)
+        where[rows[at]] = at
+        found[label] = items.take(whole_numbers(where, _marked(size, rows[at])))
+    return found
+
+
+def _by_label(labels: pa.StringArray) -> list[tuple[str, Ints]]:
+    encoded = labels.dictionary_encode()
+    codes = _numbers(encoded.indices)
+    return [(label, np.flatnonzero(codes == code)) for code, label in enumerate(encoded.dictionary.to_pylist())]
+
+
+def _marked(size: int, rows: Ints) -> Bools:
+    mask = np.zeros(size, bool)
+    mask[rows] = True
+    return mask

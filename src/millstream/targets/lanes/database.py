@@ -1,0 +1,183 @@
+"""A database as a lane uses it. One class per kind; the statements they share are in `mirror` and `lane`.
+
+SQL here is what SQLite, DuckDB and Postgres have in common. Parameters are written `?`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, Field
+
+from millstream.model import Relation
+from millstream.targets.base import Part
+
+SelfDatabase = TypeVar("SelfDatabase", bound="Database")
+
+Write = Literal["mirror", "changelog"]
+Deletes = Literal["hard", "soft"]
+
+
+class LaneOptions(BaseModel):
+    """The options that every database has."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    write: Write = Field(
+        "mirror",
+        description="`mirror`: a table equal to the source's; `changelog`: every change, in order.",
+    )
+    deletes: Deletes = Field(
+        "hard",
+        description="In a mirror: `hard` removes the row, `soft` keeps it with `_ms_deleted` true.",
+    )
+
+
+@dataclass(frozen=True)
+class ColumnDef:
+    """A column as the database is to have it."""
+
+    name: str
+    type: str
+
+
+@dataclass(frozen=True)
+class Values:
+    """A column's values on their way into the database.
+
+    `special` has the exact text of values that their Arrow type cannot hold, NULL where it can.
+    """
+
+    column: ColumnDef
+    array: pa.Array
+    special: pa.StringArray | None = None
+
+
+class Database(ABC):
+    """A connection with at most one transaction. Every error that leaves it is one of ours, without a row's value."""
+
+    kind: str
+    boolean: str
+    """The type of a true or false."""
+    where: str
+    """What to call it in messages."""
+    case_matters = False
+    """Whether it can tell apart names that differ in case alone."""
+
+    def __init__(self, options: LaneOptions) -> None:
+        self.options = options
+        self.known: dict[Relation, Any] = {}
+        """What was found out about tables in this connection; forgotten when a transaction is rolled back."""
+
+    @abstractmethod
+    def __enter__(self: SelfDatabase) -> SelfDatabase:
+        """Connect, or take a connection that is still open."""
+
+    @abstractmethod
+    def __exit__(self, *error: object) -> None:
+        """Let go of it; what was not committed is gone."""
+
+    @abstractmethod
+    def transaction(self) -> AbstractContextManager[None]:
+        """A transaction that writes: committed at its end, durably, or rolled back by an error."""
+
+    @abstractmethod
+    def run(self, statement: str, parameters: Sequence[Any] = ()) -> int:
+        """Run a statement; returns how many rows it concerned."""
+
+    @abstractmethod
+    def rows(self, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """The rows of a query."""
+
+    @abstractmethod
+    def own(self, name: str) -> str:
+        """The name, quoted, of a table of our own (`cursors`, `tables`)."""
+
+    @abstractmethod
+    def create_own(self) -> None:
+        """Create our own tables where they are missing: `OWN` below."""
+
+    @abstractmethod
+    def table(self, relation: Relation) -> str:
+        """The name, quoted, of the table for a relation."""
+
+    @abstractmethod
+    def columns(self, relation: Relation) -> dict[str, str] | None:
+        """Names and types of the table's columns as they are now; None when there is no such table."""
+
+    def create(self, relation: Relation, columns: Sequence[ColumnDef], key: Sequence[str]) -> None:
+        """Create the table for a relation. `key` is empty for one whose rows have no identity."""
+        lines = [f"{quoted(c.name)} {c.type}{' NOT NULL' if c.name in (*key, '_ms_seq') else ''}" for c in columns]
+        if key:
+            lines.append(f"PRIMARY KEY ({', '.join(map(quoted, key))})")
+        self.run(f"CREATE TABLE {self.table(relation)} ({', '.join(lines)})")
+
+    def ordered(self, tables: list[list[Part]]) -> list[list[Part]]:
+        """The tables of a batch in the order in which they can be written."""
+        return tables
+
+    @abstractmethod
+    def types(self, relation: Relation) -> list[str]:
+        """For each column of the relation the type that a new table gets."""
+
+    @abstractmethod
+    def metadata_types(self) -> dict[str, str]:
+        """The type of each of our own columns (`changelog.METADATA`) in a changelog."""
+
+    @abstractmethod
+    def fits(self, wanted: str, there: str) -> bool:
+        """Whether every value of one type can be written to a column of another."""
+
+    @abstractmethod
+    def insert(self, table: str, values: Sequence[Values]) -> None:
+        """Append rows to a table. `table` is quoted."""
+
+    @abstractmethod
+    def stage(self, name: str, values: Sequence[Values]) -> str:
+        """Put rows where statements of this transaction can use them, in a table that others do not see.
+
+        What was staged under the name before is gone. Returns the table's name, quoted.
+        """
+
+    def delete(self, table: str, key: Sequence[str], stage: str) -> None:
+        """Remove the rows whose key is staged (c0, c1 ..) with a newer version (v)."""
+        self.run(f"DELETE FROM {table} AS t USING {stage} AS s WHERE {matches(key)} AND t._ms_seq < s.v")
+
+    def upsert(
+        self, table: str, columns: Sequence[str], key: Sequence[str], stage: str, *, soft: bool, only: str
+    ) -> None:
+        """Write the staged rows (`only` says which) unless the table has a newer version of them."""
+        values = {quoted(name): f"c{number}" for number, name in enumerate(columns)}
+        values["_ms_seq"] = "v"
+        if soft:
+            values["_ms_deleted"] = "false"
+        updates = ", ".join(f"{name} = excluded.{name}" for name in values if name not in map(quoted, key))
+        self.run(
+            f"INSERT INTO {table} AS t ({', '.join(values)}) SELECT {', '.join(values.values())} FROM {stage} AS s "
+            f"WHERE {only} ON CONFLICT ({', '.join(map(quoted, key))}) DO UPDATE SET {updates} "
+            "WHERE t._ms_seq < excluded._ms_seq"
+        )
+
+
+OWN = {
+    "cursors": "(stream text NOT NULL, target text NOT NULL, epoch bigint NOT NULL, run text NOT NULL, "
+    "journal_id text, seq bigint, position bigint, PRIMARY KEY (stream, target))",
+    "tables": "(name text PRIMARY KEY, stream text NOT NULL, target text NOT NULL, write text NOT NULL)",
+}
+"""Our own tables, by name. A cursor without seq has never been delivered to."""
+
+
+def quoted(name: str) -> str:
+    """An identifier."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def matches(key: Sequence[str], *, staged: str = "c", numbers: Sequence[int] | None = None) -> str:
+    """The condition that a row of the table (t) has the key that is staged (s)."""
+    columns = zip(key, numbers if numbers is not None else range(len(key)), strict=True)
+    return " AND ".join(f"t.{quoted(name)} = s.{staged}{number}" for name, number in columns)

@@ -1,0 +1,199 @@
+"""Databases as targets: a batch is one transaction that begins with the cursor and ends with the data.
+
+Our own tables, `cursors` and `tables`, stand in the target beside the user's. A batch first compares
+and sets its stream's cursor: no match, and it writes nothing. So whoever comes late (a second try of
+a task, a process that was given up) does no harm, and what is committed is the batch and its cursor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from millstream.errors import TargetRefused
+from millstream.failpoint import failpoint
+from millstream.model import SeqRange
+from millstream.targets.base import (
+    ASKING,
+    Capabilities,
+    Delivery,
+    LaneBatch,
+    Part,
+    Receipt,
+    TargetContext,
+    TargetCursor,
+)
+from millstream.targets.lanes.changelog import write_changes
+from millstream.targets.lanes.database import Database, LaneOptions
+from millstream.targets.lanes.mirror import write_run
+from millstream.targets.lanes.runs import by_table, runs
+from millstream.targets.lanes.tables import prepare
+
+MESSAGES = 0
+"""The relation id of logical messages: no table of the source, so no mirror has them."""
+
+
+@dataclass(frozen=True)
+class SqlLane:
+    """The executor side. See `targets.base.Lane` for the contract."""
+
+    database: type[Database]
+    options: LaneOptions
+    context: TargetContext
+
+    def deliver(self, batch: LaneBatch) -> bool:
+        with self.database(self.options) as db:
+            with db.transaction():
+                if not _claim(db, self.context, batch.range, batch.end_position):
+                    return False
+                failpoint("lane.claimed")
+                for parts in db.ordered(by_table(batch.parts)):
+                    self._write(db, parts)
+                batch.check_complete()
+                failpoint("lane.written")
+            failpoint("lane.committed")
+        return True
+
+    def _write(self, db: Database, parts: Sequence[Part]) -> None:
+        mirrors = self.options.write == "mirror"
+        for run in runs(parts):
+            if mirrors and run.relation_id == MESSAGES:
+                continue
+            prepared = prepare(db, run.relation, run.relation_id, self.context, self.options)
+            if mirrors:
+                write_run(db, prepared, run.changes, soft=self.options.deletes == "soft")
+            else:
+                write_changes(db, prepared, run.changes)
+
+
+class LaneTarget:
+    """The driver side. See `targets.base.Target` for the contract."""
+
+    capabilities = Capabilities(
+        delivery=Delivery.LANE,
+        keeps_cursor=True,
+        needs_key=False,
+        writes_deletes=True,
+        evolves_schema=True,
+        parallel=False,
+    )
+
+    def __init__(self, database: type[Database], options: LaneOptions) -> None:
+        self.kind = database.kind
+        self._database = database
+        self._options = options
+        self._context: TargetContext | None = None
+        self._cursor: TargetCursor | None = None
+
+    def open(self, context: TargetContext) -> None:
+        with self._database(self._options) as db:
+            with db.transaction():
+                db.create_own()
+                if context.epoch != ASKING:
+                    _take_over(db, context)
+                self._cursor = _read_cursor(db, context)
+            failpoint("lane.opened")
+        self._context = context
+
+    def cursor(self) -> TargetCursor | None:
+        return self._cursor
+
+    def recover(self, cursor: TargetCursor | None) -> None:
+        """Nothing: what was not committed was never there."""
+
+    def stager(self) -> SqlLane:
+        return SqlLane(self._database, self._options, self._opened())
+
+    def publish(self, range: SeqRange, end_position: int, receipts: Sequence[Receipt]) -> None:
+        context = self._opened()
+        if self._cursor is not None and range.end <= self._cursor.seq:
+            return
+        with self._database(self._options) as db:
+            found = _read_cursor(db, context)
+            if found is None or found.seq < range.end:
+                raise _refusal(db, context, range)
+            self._cursor = found
+
+    def close(self) -> None:
+        self._context = None
+
+    def _opened(self) -> TargetContext:
+        if self._context is None:
+            raise TargetRefused(f"the {self.kind} target is not open")
+        return self._context
+
+
+def _take_over(db: Database, context: TargetContext) -> None:
+    """From here on only this run may write; lower epochs are refused."""
+    cursors, owner = db.own("cursors"), (context.stream, context.target)
+    taken = db.run(
+        f"UPDATE {cursors} SET epoch = ?, run = ? WHERE stream = ? AND target = ? AND epoch <= ?",
+        (context.epoch, context.run_id, *owner, context.epoch),
+    )
+    if taken:
+        return
+    higher = db.rows(f"SELECT epoch FROM {cursors} WHERE stream = ? AND target = ?", owner)
+    if higher:
+        raise _fenced(db, context, higher[0][0])
+    db.run(
+        f"INSERT INTO {cursors} (stream, target, epoch, run) VALUES (?, ?, ?, ?)",
+        (*owner, context.epoch, context.run_id),
+    )
+
+
+def _claim(db: Database, context: TargetContext, range: SeqRange, position: int) -> bool:
+    """Compare and set the cursor. False: the target has the batch already."""
+    claimed = db.run(
+        f"UPDATE {db.own('cursors')} SET journal_id = ?, seq = ?, position = ? "
+        "WHERE stream = ? AND target = ? AND run = ? "
+        "AND (seq IS NULL OR (journal_id = ? AND seq = ?) OR (journal_id <> ? AND seq <= ?))",
+        (
+            *(context.journal_id, range.end, position),
+            *(context.stream, context.target, context.run_id),
+            *(context.journal_id, range.start, context.journal_id, range.start),
+        ),
+    )
+    if claimed:
+        return True
+    cursor = _read_cursor(db, context)
+    if cursor and _is_owner(db, context) and cursor.journal_id == context.journal_id and range.end <= cursor.seq:
+        return False
+    raise _refusal(db, context, range)
+
+
+def _refusal(db: Database, context: TargetContext, range: SeqRange) -> TargetRefused:
+    """Why a batch is not the target's next one."""
+    if not _is_owner(db, context):
+        rows = db.rows(f"SELECT epoch FROM {db.own('cursors')} WHERE stream = ? AND target = ?", _owner(context))
+        return _fenced(db, context, rows[0][0] if rows else None)
+    cursor = _read_cursor(db, context)
+    seq = cursor.seq if cursor else None
+    return TargetRefused(
+        f"{db.where}: a batch that starts at seq {range.start} does not follow seq {seq}",
+        hint="the stream's state and this database do not belong together",
+    )
+
+
+def _fenced(db: Database, context: TargetContext, epoch: int | None) -> TargetRefused:
+    by = f"epoch {epoch} has taken over" if epoch is not None else "its cursor is gone"
+    return TargetRefused(
+        f"{db.where}: delivery epoch {context.epoch} may not write any more, {by}",
+        hint="another process delivers this stream; let only one run",
+    )
+
+
+def _is_owner(db: Database, context: TargetContext) -> bool:
+    runs = db.rows(f"SELECT run FROM {db.own('cursors')} WHERE stream = ? AND target = ?", _owner(context))
+    return runs == [(context.run_id,)]
+
+
+def _read_cursor(db: Database, context: TargetContext) -> TargetCursor | None:
+    rows = db.rows(
+        f"SELECT journal_id, epoch, seq, position FROM {db.own('cursors')} WHERE stream = ? AND target = ?",
+        _owner(context),
+    )
+    return TargetCursor(*rows[0]) if rows and rows[0][2] is not None else None
+
+
+def _owner(context: TargetContext) -> tuple[str, str]:
+    return context.stream, context.target

@@ -1,0 +1,191 @@
+"""A table of the target that equals one of the source: folded changes to statements.
+
+The version of a row (`_ms_seq`) stands beside it; a write with an older version does nothing. With
+`deletes: soft` a row that is gone stays, with `_ms_deleted` true.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.errors import MissingBase, TargetRefused
+from millstream.latest import (
+    SEQ,
+    Bools,
+    Ints,
+    Latest,
+    booleans,
+    latest,
+    one_letter,
+    special_texts,
+    whole,
+    whole_numbers,
+)
+from millstream.model import Op
+from millstream.targets.lanes.database import ColumnDef, Database, Values, matches, quoted
+from millstream.targets.lanes.tables import Prepared
+
+
+def write_run(db: Database, prepared: Prepared, changes: pa.Table, *, soft: bool) -> None:
+    """Write changes of one relation, which are in seq order, to its mirror."""
+    if prepared.key:
+        _Mirror(db, prepared, soft).write(latest(changes, prepared.key))
+    else:
+        _append(db, prepared, changes, soft)
+
+
+def _append(db: Database, prepared: Prepared, changes: pa.Table, soft: bool) -> None:
+    """A table without a key: rows can only be added, and all of them removed."""
+    op = one_letter(whole(changes["_ms_op"]))
+    if np.isin(op, (Op.UPDATE, Op.DELETE)).any():
+        raise TargetRefused(
+            f"{prepared.name} has no key, so that its updates and deletes cannot be mirrored",
+            hint="give the table a primary key, or write: changelog to this target",
+        )
+    cut = np.flatnonzero(op == Op.TRUNCATE)
+    if len(cut):
+        _Mirror(db, prepared, soft).truncate(int(changes[SEQ][int(cut[-1])].as_py()))
+        changes = changes.slice(int(cut[-1]) + 1)
+    if changes.num_rows:
+        everything = np.arange(changes.num_rows)
+        found = Latest(None, changes.select([]), changes.select([*prepared.names, SEQ]), special=special_texts(changes))
+        mirror = _Mirror(db, prepared, soft)
+        db.insert(prepared.table, mirror.named(found, everything))
+
+
+class _Mirror:
+    def __init__(self, db: Database, prepared: Prepared, soft: bool) -> None:
+        self._db = db
+        self._it = prepared
+        self._soft = soft
+        self._numbers = [prepared.names.index(name) for name in prepared.key]
+
+    def write(self, found: Latest) -> None:
+        """In this order: what is truncated, values that moved rows take along, deletes, rows."""
+        if found.missing:
+            raise self._missing(len(found.missing))
+        if found.truncated is not None:
+            self.truncate(found.truncated)
+        keeping = reduce(np.logical_or, found.kept.values()) if found.kept else np.zeros(found.rows.num_rows, bool)
+        kept = self._stage_kept(found, np.flatnonzero(keeping)) if found.kept else None
+        if found.gone.num_rows:
+            self._delete(found)
+        if kept is not None:
+            self._update_in_place(found, kept)
+            self._upsert(kept, only="s.m")
+        plain = np.flatnonzero(~keeping)
+        if len(plain):
+            self._upsert(self._db.stage(f"rows_{self._it.relation_id}", self._staged(found, plain)), only="true")
+
+    def truncate(self, seq: int) -> None:
+        """Remove everything older."""
+        change = f"UPDATE {self._it.table} SET _ms_deleted = true, _ms_seq = ?" if self._soft else None
+        if change is None:
+            self._db.run(f"DELETE FROM {self._it.table} WHERE _ms_seq < ?", (seq,))
+        else:
+            self._db.run(f"{change} WHERE _ms_seq < ? AND NOT _ms_deleted", (seq, seq))
+
+    def _delete(self, found: Latest) -> None:
+        it = self._it
+        values = [
+            Values(ColumnDef(f"c{at}", it.columns[number].type), whole(found.gone[name]))
+            for at, (name, number) in enumerate(zip(it.key, self._numbers, strict=True))
+        ]
+        values.append(Values(ColumnDef("v", "bigint"), whole(found.gone[SEQ])))
+        stage = self._db.stage(f"gone_{it.relation_id}", values)
+        if self._soft:
+            self._db.run(
+                f"UPDATE {it.table} AS t SET _ms_deleted = true, _ms_seq = s.v FROM {stage} AS s "
+                f"WHERE {matches(it.key)} AND t._ms_seq < s.v"
+            )
+        else:
+            self._db.delete(it.table, it.key, stage)
+
+    def _upsert(self, stage: str, *, only: str) -> None:
+        self._db.upsert(self._it.table, self._it.names, self._it.key, stage, soft=self._soft, only=only)
+
+    # Values that nobody sent
+
+    def _stage_kept(self, found: Latest, rows: Ints) -> str:
+        """Stage the rows that lack values, with what says which; moved ones get theirs from where they were."""
+        it, db = self._it, self._db
+        assert found.base is not None  # noqa: S101 - with something kept there is one
+        values = self._staged(found, rows)
+        for name, mask in found.kept.items():
+            flag = ColumnDef(f"k{it.names.index(name)}", db.boolean)
+            values.append(Values(flag, _truths(mask[rows])))
+        base = found.base.take(whole_numbers(rows))
+        for at, (name, number) in enumerate(zip(it.key, self._numbers, strict=True)):
+            values.append(Values(ColumnDef(f"b{at}", it.columns[number].type), whole(base[name])))
+        values.append(Values(ColumnDef("m", db.boolean), _truths(self._moved(found, base, rows))))
+        flags = "_".join(str(it.names.index(name)) for name in found.kept)
+        stage = db.stage(f"kept_{it.relation_id}_{flags}", values)
+        under_base = matches(it.key, staged="b")
+        ((lacking,),) = db.rows(
+            f"SELECT count(*) FROM {stage} AS s WHERE NOT EXISTS (SELECT 1 FROM {it.table} AS t WHERE {under_base})"
+        )
+        if lacking:
+            raise self._missing(lacking)
+        numbers = {name: it.names.index(name) for name in found.kept}
+        filled = ", ".join(f"c{number} = {_kept(number, name)}" for name, number in numbers.items())
+        db.run(f"UPDATE {stage} AS s SET {filled} FROM {it.table} AS t WHERE s.m AND {under_base}")
+        return stage
+
+    def _moved(self, found: Latest, base: pa.Table, rows: Ints) -> Bools:
+        now = found.rows.take(whole_numbers(rows))
+        same = [booleans(whole(pc.equal(base[name], now[name]))) for name in self._it.key]
+        moved: Bools = ~np.logical_and.reduce(same)
+        return moved
+
+    def _update_in_place(self, found: Latest, stage: str) -> None:
+        """Rows that are where they were: what they keep is not even touched."""
+        it = self._it
+        values = [
+            f"{quoted(name)} = {_kept(number, name) if name in found.kept else f's.c{number}'}"
+            for number, name in enumerate(it.names)
+            if name not in it.key
+        ]
+        values += ["_ms_seq = s.v", *(["_ms_deleted = false"] if self._soft else [])]
+        key = matches(it.key, numbers=self._numbers)
+        self._db.run(
+            f"UPDATE {it.table} AS t SET {', '.join(values)} FROM {stage} AS s "
+            f"WHERE NOT s.m AND {key} AND t._ms_seq < s.v"
+        )
+
+    def _missing(self, count: int) -> MissingBase:
+        return MissingBase(
+            f"{self._it.name}: {count} changed rows lack a value that was not sent with the change, and the target "
+            "does not have those rows",
+            hint="begin the target with the table's rows, or set REPLICA IDENTITY FULL on the table",
+        )
+
+    # Rows to columns
+
+    def _staged(self, found: Latest, rows: Ints) -> list[Values]:
+        """The rows as c0, c1 .. and their version v."""
+        named = self.named(found, rows)
+        numbered = [
+            Values(ColumnDef(f"c{number}", values.column.type), values.array, values.special)
+            for number, values in enumerate(named[:-1])
+        ]
+        return [*numbered, Values(ColumnDef("v", "bigint"), named[-1].array)]
+
+    def named(self, found: Latest, rows: Ints) -> list[Values]:
+        """The rows under the names of the table's columns, and their version."""
+        table = found.rows if len(rows) == found.rows.num_rows else found.rows.take(whole_numbers(rows))
+        special = {name: texts.take(whole_numbers(rows)) for name, texts in found.special.items()}
+        values = [Values(column, whole(table[column.name]), special.get(column.name)) for column in self._it.columns]
+        return [*values, Values(ColumnDef(SEQ, "bigint"), whole(table[SEQ]))]
+
+
+def _kept(number: int, name: str) -> str:
+    """A column's value: the target's where it is kept, else the staged one."""
+    return f"CASE WHEN s.k{number} THEN t.{quoted(name)} ELSE s.c{number} END"
+
+
+def _truths(mask: Bools) -> pa.BooleanArray:
+    return pa.Array.from_buffers(pa.bool_(), len(mask), [None, pa.py_buffer(np.packbits(mask, bitorder="little"))])

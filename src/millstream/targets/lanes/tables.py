@@ -1,0 +1,139 @@
+"""The tables of a target: made and completed to hold what the source sends, and each one's owner written down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from millstream.changelog import BEFORE, METADATA, exposed
+from millstream.errors import TargetRefused
+from millstream.model import Relation
+from millstream.targets.base import TargetContext
+from millstream.targets.lanes.database import ColumnDef, Database, LaneOptions, quoted
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A table that is ready to be written to, as one relation sees it."""
+
+    relation_id: int
+    name: str
+    """As users write it."""
+    table: str
+    """As statements write it."""
+    columns: tuple[ColumnDef, ...]
+    """The relation's own, with the types that the table has for them."""
+    key: tuple[str, ...]
+    """Empty for a table whose rows have no identity."""
+
+    @property
+    def names(self) -> list[str]:
+        return [column.name for column in self.columns]
+
+
+def mirror_key(relation: Relation) -> tuple[str, ...]:
+    """The columns that identify a row; none where only whole rows do, and so cannot be told apart."""
+    seen = exposed(relation)
+    if relation.identity == "f":
+        return seen.primary_key
+    return seen.key
+
+
+def prepare(
+    db: Database, relation: Relation, relation_id: int, context: TargetContext, options: LaneOptions
+) -> Prepared:
+    """Make the table if it is missing, add what it lacks. Raises TargetRefused when it cannot hold the relation."""
+    known = db.known.get(relation)
+    if isinstance(known, Prepared):
+        return known
+    names = [column.name for column in exposed(relation).columns]
+    _refuse_twins(db, relation, names)
+    wanted = [ColumnDef(name, kind) for name, kind in zip(names, db.types(relation), strict=True)]
+    key = mirror_key(relation) if options.write == "mirror" else ()
+    own = _own_columns(db, options, wanted)
+    there = db.columns(relation)
+    _settle_owner(db, relation, context, options, exists=there is not None)
+    if there is None:
+        db.create(relation, [*wanted, *own], key if options.write == "mirror" else ("_ms_seq",))
+    else:
+        wanted = _complete(db, relation, wanted, own, there)
+    prepared = Prepared(relation_id, relation.table, db.table(relation), tuple(wanted), key)
+    db.known[relation] = prepared
+    return prepared
+
+
+def _own_columns(db: Database, options: LaneOptions, wanted: Sequence[ColumnDef]) -> list[ColumnDef]:
+    types = db.metadata_types()
+    if options.write == "changelog":
+        return [ColumnDef(name, types[name]) for name in METADATA if name != BEFORE or wanted]
+    names = ["_ms_seq", *(["_ms_deleted"] if options.deletes == "soft" else [])]
+    return [ColumnDef(name, types[name]) for name in names]
+
+
+def _refuse_twins(db: Database, relation: Relation, names: Sequence[str]) -> None:
+    """Databases that compare names without case cannot hold two that differ in it alone."""
+    if db.case_matters:
+        return
+    first: dict[str, str] = {}
+    for name in names:
+        other = first.setdefault(name.lower(), name)
+        if other != name:
+            raise TargetRefused(
+                f"{relation.table}: {db.kind} cannot tell the columns {other} and {name} apart",
+                hint="rename one of them at the source, or leave the table out of this stream",
+            )
+
+
+def _settle_owner(
+    db: Database, relation: Relation, context: TargetContext, options: LaneOptions, *, exists: bool
+) -> None:
+    name, tables = relation.table, db.own("tables")
+    # Two tables may be called alike when they are written without quotes.
+    identity = db.table(relation)
+    found = db.rows(f"SELECT stream, target, write FROM {tables} WHERE name = ?", (identity,))
+    if not found:
+        db.run(f"INSERT INTO {tables} VALUES (?, ?, ?, ?)", (identity, context.stream, context.target, options.write))
+        return
+    stream, target, write = found[0]
+    if (stream, target) != (context.stream, context.target):
+        raise TargetRefused(
+            f"the table {name} at {db.where} belongs to target {target} of stream {stream}",
+            hint="give each stream a database, or tables, of its own",
+        )
+    if write != options.write:
+        raise TargetRefused(
+            f"the table {name} at {db.where} is a {write}, not a {options.write}",
+            hint=f"write: {write}, or give this target another database",
+        )
+    if not exists:
+        raise TargetRefused(
+            f"the table {name} at {db.where} was dropped",
+            hint="its rows are lost to this target: restore it, or start a new target",
+        )
+
+
+def _complete(
+    db: Database,
+    relation: Relation,
+    wanted: Sequence[ColumnDef],
+    own: Sequence[ColumnDef],
+    there: Mapping[str, str],
+) -> list[ColumnDef]:
+    """Add the columns that are missing. Returns the relation's columns with the types they have."""
+    found = there if db.case_matters else {name.lower(): kind for name, kind in there.items()}
+    table = db.table(relation)
+    complete = []
+    for column in (*wanted, *own):
+        kind = found.get(column.name if db.case_matters else column.name.lower())
+        if kind is None:
+            default = " DEFAULT 0" if column.name == "_ms_seq" else ""
+            default = " DEFAULT false" if column.name == "_ms_deleted" else default
+            db.run(f"ALTER TABLE {table} ADD COLUMN {quoted(column.name)} {column.type}{default}")
+            kind = column.type
+        elif not db.fits(column.type, kind):
+            raise TargetRefused(
+                f"{relation.table}.{column.name} is {column.type} at the source, and {kind} at {db.where}",
+                hint=f"change the column there to {column.type}; delivery goes on when the stream is started again",
+            )
+        complete.append(ColumnDef(column.name, kind))
+    return complete[: len(wanted)]

@@ -1,0 +1,199 @@
+"""Target `sqlite`: mirrors or changelogs in a SQLite file, a table each, exactly once.
+
+A table is called as at the source, schema included: `"public.orders"`. Values:
+
+    boolean, integers          INTEGER
+    float, double              REAL; NaN is the text NaN, since SQLite has none
+    decimal, date, timestamp   TEXT, exact: SQLite's own numbers are doubles
+    array                      TEXT, JSON
+    binary                     BLOB
+    anything else              TEXT
+
+What has no home in its type at the other targets (infinity, a year before 1) is its exact text here.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import types
+from pydantic import Field
+
+from millstream.changelog import BEFORE, COMMON, exposed
+from millstream.errors import TargetError, TargetRefused, TargetUnavailable
+from millstream.model import Relation
+from millstream.sources.decoders import decoded_schema
+from millstream.targets.lanes.database import OWN, Database, LaneOptions, Values, matches, quoted
+from millstream.targets.lanes.lane import LaneTarget
+from millstream.wire.json_columns import json_text
+from millstream.wire.text import decimal_text
+
+BUSY_SECONDS = 5.0
+"""How long a statement waits for another writer before the batch is tried again later."""
+
+_PERMANENT = {
+    "SQLITE_PERM": "check the file's owner and rights",
+    "SQLITE_READONLY": "check the file's owner and rights, and those of its directory",
+    "SQLITE_CANTOPEN": "the directory must exist and be writable",
+    "SQLITE_NOTADB": "the file is not a SQLite database: give another path",
+    "SQLITE_CORRUPT": "restore the file from a copy, or start a new target",
+    "SQLITE_TOOBIG": "a value is larger than SQLite can hold",
+    "SQLITE_CONSTRAINT": "a constraint of the table does not allow what the source has: drop it",
+    "SQLITE_MISMATCH": "a column of the table has a type that does not fit: create the table anew",
+    "SQLITE_ERROR": "the table was changed by somebody else",
+}
+
+
+class SqliteOptions(LaneOptions):
+    """Options of a target of kind `sqlite`."""
+
+    path: Path = Field(description="The SQLite file. It is created if it is missing.")
+
+
+class SqliteTarget(LaneTarget):
+    """The driver side. See `targets.base.Target` for the contract."""
+
+    def __init__(self, options: SqliteOptions) -> None:
+        super().__init__(SqliteDatabase, options)
+
+
+class SqliteDatabase(Database):
+    """One file, opened for one transaction."""
+
+    kind = "sqlite"
+    boolean = "INTEGER"
+
+    def __init__(self, options: LaneOptions) -> None:
+        super().__init__(options)
+        assert isinstance(options, SqliteOptions)  # noqa: S101 - for the type checker
+        self._path = options.path.absolute()
+        self.where = str(self._path)
+        self._connection: sqlite3.Connection | None = None
+
+    def __enter__(self) -> Self:
+        with self._errors():
+            self._connection = sqlite3.connect(self._path, timeout=BUSY_SECONDS, isolation_level=None)
+            # Readers are not held up by a batch, nor hold it up; a commit is on disk when it returns.
+            for setting in ("journal_mode = WAL", "synchronous = FULL", "temp_store = MEMORY"):
+                self._connection.execute(f"PRAGMA {setting}")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        self.run("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self.known.clear()
+            self._open().rollback()
+            raise
+        self.run("COMMIT")
+
+    def run(self, statement: str, parameters: Sequence[Any] = ()) -> int:
+        with self._errors():
+            return self._open().execute(statement, parameters).rowcount
+
+    def rows(self, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        with self._errors():
+            return self._open().execute(statement, parameters).fetchall()
+
+    def own(self, name: str) -> str:
+        return quoted(f"_millstream_{name}")
+
+    def create_own(self) -> None:
+        for name, columns in OWN.items():
+            self.run(f"CREATE TABLE IF NOT EXISTS {self.own(name)} {columns}")
+
+    def table(self, relation: Relation) -> str:
+        # A dot in a name must not make it another table's.
+        schema, name = (part.replace("%", "%25").replace(".", "%2E") for part in (relation.schema, relation.name))
+        return quoted(f"{schema}.{name}")
+
+    def columns(self, relation: Relation) -> dict[str, str] | None:
+        found = self.rows(f"PRAGMA table_info({self.table(relation)})")
+        return {name: kind for _, name, kind, *_ in found} or None
+
+    def types(self, relation: Relation) -> list[str]:
+        return [_type(field.type) for field in decoded_schema(exposed(relation))]
+
+    def metadata_types(self) -> dict[str, str]:
+        return {**{field.name: _type(field.type) for field in COMMON}, BEFORE: "TEXT"}
+
+    def fits(self, wanted: str, there: str) -> bool:
+        return wanted.upper() == there.upper()
+
+    def insert(self, table: str, values: Sequence[Values]) -> None:
+        names = ", ".join(quoted(each.column.name) for each in values)
+        marks = ", ".join("?" * len(values))
+        columns = [_python(each) for each in values]
+        with self._errors():
+            self._open().executemany(f"INSERT INTO {table} ({names}) VALUES ({marks})", zip(*columns, strict=True))
+
+    def stage(self, name: str, values: Sequence[Values]) -> str:
+        table = f"temp.{quoted(name)}"
+        columns = ", ".join(f"{quoted(each.column.name)} {each.column.type}" for each in values)
+        self.run(f"DROP TABLE IF EXISTS {table}")
+        self.run(f"CREATE TABLE {table} ({columns})")
+        self.insert(table, values)
+        return table
+
+    def delete(self, table: str, key: Sequence[str], stage: str) -> None:
+        # The staged keys are looked up in the table's index, and not the table's rows among them.
+        self.run(
+            f"DELETE FROM {table} WHERE rowid IN (SELECT t.rowid FROM {stage} AS s CROSS JOIN {table} AS t "
+            f"WHERE {matches(key)} AND t._ms_seq < s.v)"
+        )
+
+    def _open(self) -> sqlite3.Connection:
+        if self._connection is None:
+            raise TargetUnavailable(f"{self.where} is not open")
+        return self._connection
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """SQLite's errors as ours. Its codes say enough, and none of its words may be a user's value."""
+        try:
+            yield
+        except sqlite3.Error as failed:
+            code = getattr(failed, "sqlite_errorname", None) or type(failed).__name__
+            raise self._error(code) from failed
+
+    def _error(self, code: str) -> TargetError:
+        plain = "_".join(code.split("_")[:2])
+        if plain in _PERMANENT:
+            return TargetRefused(f"cannot write {self.where}: {code}", hint=_PERMANENT[plain])
+        return TargetUnavailable(f"cannot write {self.where}: {code}")
+
+
+def _type(arrow: pa.DataType) -> str:
+    if types.is_integer(arrow) or types.is_boolean(arrow):
+        return "INTEGER"
+    if types.is_floating(arrow):
+        return "REAL"
+    return "BLOB" if types.is_binary(arrow) else "TEXT"
+
+
+def _python(values: Values) -> Sequence[Any]:
+    """The values as SQLite takes them."""
+    array = values.array
+    if types.is_decimal(array.type):
+        array = decimal_text(array)
+    elif types.is_list(array.type):
+        array = pc.if_else(array.is_valid(), json_text(array), None)
+    elif types.is_floating(array.type) and pc.any(pc.is_nan(array)).as_py():
+        return [value if value == value else "NaN" for value in array.to_pylist()]
+    elif types.is_timestamp(array.type) or types.is_date(array.type):
+        array = array.cast(pa.string())
+    taken: Sequence[Any] = (array if values.special is None else pc.coalesce(values.special, array)).to_pylist()
+    return taken
