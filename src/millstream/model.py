@@ -143,6 +143,8 @@ class Relation:
     source_kind: str = "postgres"
     encoding: str = "UTF8"
     """How the text of its values is encoded. SQL_ASCII: any bytes, since its database never looks at them."""
+    types: tuple[tuple[str, str], ...] = ()
+    """What the source was asked to make of some types, instead of the usual: pairs of type and choice, sorted."""
 
     @property
     def table(self) -> str:
@@ -154,6 +156,9 @@ class Relation:
         # Descriptions in older journals lack these: left out where they say nothing, fingerprints stay the same.
         if self.encoding == "UTF8":
             del value["encoding"]
+        value["types"] = dict(self.types)
+        if not self.types:
+            del value["types"]
         for column in value["columns"]:
             if column["element_delimiter"] is None:
                 del column["element_delimiter"]
@@ -165,9 +170,8 @@ class Relation:
             Column(**{**c, "enum_labels": tuple(c["enum_labels"]) if c["enum_labels"] is not None else None})
             for c in value["columns"]
         )
-        return cls(
-            **{**value, "columns": columns, "key": tuple(value["key"]), "primary_key": tuple(value["primary_key"])}
-        )
+        lists = {"key": tuple(value["key"]), "primary_key": tuple(value["primary_key"])}
+        return cls(**{**value, **lists, "columns": columns, "types": tuple(sorted(value.get("types", {}).items()))})
 
     def fingerprint(self) -> str:
         """SHA-256 over the whole content: equal descriptions are stored once."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from millstream.fold import fold, fold_with_spark
 from millstream.sources.postgres.types import column_types
 from tests.fixtures.tuples import NUMERIC_12_2, delete, insert, journal_rows, relation, truncate, update
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("time_type")]
 
 TABLE = relation(
     ("id", 20),
@@ -35,13 +35,20 @@ TABLE = relation(
     ("prices", 1231, NUMERIC_12_2),
     ("coin", 790),
     ("serial", 5069),
+    ("hour", 1083),
+    ("hours", 1183),
+    ("span", 1186),
+    ("spans", 1187),
     key=["id"],
+    types=(("interval", "struct"), ("time", "time")),
 )
 ROW = ["1", "2", "3", "0.5", "-0.25", "t", "12.34", "é", "\\x00ff", "0001-01-01", "1582-10-10 00:00:00.000001"]
 FIRST = [*ROW, "2024-02-29 12:00:00+00", '{"a, b",NULL}', "{1.50,NULL}", "-$1,234.50", "18446744073709551615"]
+FIRST += ["23:59:59.999999", "{00:00:00,NULL}", "1 year -1 mons +3 days -00:00:01.5", '{"1 day",NULL}']
 ODD_TIMES = ["infinity", "0044-03-15 00:00:00 BC", "infinity"]
 ODD = ["2", None, None, "NaN", "Infinity", "f", "NaN", "x", "\\x", *ODD_TIMES, "{{a},{b}}", "{NaN}", None, "0"]
-NOTHING = [None] * 15
+ODD += ["24:00:00", "{24:00:00}", "infinity", "{infinity}"]
+NOTHING = [None] * 19
 
 
 def test_spark_reads_the_types_that_are_meant_and_folds_the_rows(spark: SparkSession, tmp_path: Path) -> None:
@@ -87,6 +94,10 @@ def test_spark_reads_the_types_that_are_meant_and_folds_the_rows(spark: SparkSes
         "prices": [Decimal("1.50"), None],
         "coin": Decimal("-1234.50"),
         "serial": Decimal(2**64 - 1),
+        "hour": time(23, 59, 59, 999999),
+        "hours": [time(0), None],
+        "span": {"months": 11, "days": 3, "microseconds": -1_500_000},
+        "spans": [{"months": 0, "days": 1, "microseconds": 0}, None],
         "_ms_special": [],
     }
     assert folded[3]["note"] == "x"
@@ -97,6 +108,10 @@ def test_spark_reads_the_types_that_are_meant_and_folds_the_rows(spark: SparkSes
         "instant": "infinity",
         "words": "{{a},{b}}",
         "prices": "{NaN}",
+        "hour": "24:00:00",
+        "hours": "{24:00:00}",
+        "span": "infinity",
+        "spans": "{infinity}",
     }
     assert [folded[3][name] for name in ("price", "day", "at", "instant", "raw")] == [None, None, None, None, b""]
 

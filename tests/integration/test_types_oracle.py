@@ -11,7 +11,7 @@ from millstream.sources.postgres.types import EXTENSIONS as KNOWN_EXTENSIONS
 from millstream.sources.postgres.types import TYPES, column_types
 from tests.fixtures.postgres import Database
 from tests.fixtures.type_matrix import TypeMatrix
-from tests.fixtures.type_oracle import Trial, available, bare, changes, decoded, session
+from tests.fixtures.type_oracle import Trial, available, bare, changes, chosen, chosen_kinds, decoded, session
 from tests.fixtures.typed_values import EXTENSIONS, KINDS, Kind
 
 pytestmark = pytest.mark.postgres
@@ -42,6 +42,18 @@ def test_every_value_of_every_type_is_what_a_select_says(any_database: Database,
             type_matrix.passed(kind.name, "text", any_database.server.version)
     assert {name: what for name, what in wrong.items() if what is not None} == {}
     without_the_catalog(trial)
+    with_every_choice(trial)
+
+
+def with_every_choice(trial: Trial) -> None:
+    """The types that a source can be asked for hold the same values."""
+    relations = {name: chosen(relation) for name, relation in trial.relations.items()}
+    results = trial.decoded(relations)
+    kinds = chosen_kinds(trial.kinds)
+    assert [kind.name for kind in kinds] == ["time", "interval", "time[]", "interval[]"]
+    assert {kind.name: wrong for kind in kinds if (wrong := trial.wrong(kind, results)) is not None} == {}
+    odd = {name for entries in results["keyed"].result.special.to_pylist() for name, _ in entries}
+    assert {"time", "time[]", "interval[]"} <= odd, "no value without a home was tried"
 
 
 def without_the_catalog(trial: Trial) -> None:

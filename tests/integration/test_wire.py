@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import time
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ def decoded(driver: Driver, relation: Relation) -> list[dict[str, object]]:
     return list(result.after.to_pylist())
 
 
-def go_on(driver: Driver, work: Path, **options: str) -> None:
+def go_on(driver: Driver, work: Path, **options: object) -> None:
     """Close the source and open it with other options, as after a change of the stream file."""
     driver.source.close()
     driver.source = PostgresSource(source_spec(driver.database, options=options), work)
@@ -78,6 +79,24 @@ def test_a_journal_goes_on_when_the_form_is_changed(database: Database, tmp_path
     assert forms == [b"t", b"b", b"t", b"b"]
     assert [(row["id"], row["v"], str(row["n"]), row["at"]) for row in decoded(driver, relation)] == [
         (number, f"v{number}", f"{number}.25", None) for number in range(4)
+    ]
+
+
+@pytest.mark.parametrize("wire", ["text", "binary"])
+def test_a_choice_of_types_holds_from_where_it_is_made(database: Database, tmp_path: Path, wire: str) -> None:
+    database.sql("CREATE TABLE t (id int PRIMARY KEY, at time, took interval)")
+    with drive(database, tmp_path) as driver:
+        for number, asked in enumerate(({}, {"time": "time", "interval": "struct"}, {"interval": "struct"})):
+            go_on(driver, tmp_path, wire=wire, types=asked)
+            database.sql(f"INSERT INTO t VALUES ({number}, '12:30:00.5', '1 mon -{number} days 00:00:01')")
+            driver.catch_up()
+            assert driver.source.relations(["public.t"])[0].types == driver.relations[-1].types
+        driver.source.close()
+    rows = [row for relation in driver.relations for row in decoded(driver, relation)]
+    assert rows == [
+        {"id": 0, "at": "12:30:00.5", "took": "1 mon 00:00:01"},
+        {"id": 1, "at": time(12, 30, 0, 500_000), "took": {"months": 1, "days": -1, "microseconds": 1_000_000}},
+        {"id": 2, "at": "12:30:00.5", "took": {"months": 1, "days": -2, "microseconds": 1_000_000}},
     ]
 
 

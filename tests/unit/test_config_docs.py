@@ -13,6 +13,7 @@ from millstream.config import load_streams
 from millstream.config.kinds import MAX_EVENTS, SOURCES, TARGETS, options_model
 from millstream.config.schema import BatchKeys, RetentionKeys, SourceKeys, StreamKeys, TargetKeys
 from millstream.config.units import parse_duration_ms, parse_size
+from millstream.sources.postgres.options import TypeChoices
 
 PAGE = Path(__file__).parents[2] / "docs" / "stream-file.md"
 
@@ -21,6 +22,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "A source": SourceKeys,
     "Retention": RetentionKeys,
     "Postgres": options_model(SOURCES["postgres"].options),
+    "Column types": TypeChoices,
     "A target": TargetKeys,
     "A batch": BatchKeys,
     "Files": options_model(TARGETS["files"].options),

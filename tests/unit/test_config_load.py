@@ -166,6 +166,7 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(problems: Callable[.
           slott: foo
           max_source_wal: ${NOPE}
           heartbeat_interval: 10parsecs
+          types: {tim: time, interval: strct}
         mode: cdcc
         targets:
           - {name: lake, kind: files, path: ./a, batch: {max_m: 10s, max_bytes: 0}}
@@ -185,13 +186,15 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(problems: Callable[.
         "10:19: the variable NOPE is not set; set it, or write ${NOPE:-default}",
         "11:23: source.heartbeat_interval: unknown unit 'parsecs' in '10parsecs': expected a duration such as "
         "200ms, 10s, 5m or 1h (a bare number is milliseconds)",
-        "12:7: mode: `cdcc` is not known; did you mean `cdc`? available: cdc",
-        "14:50: targets[0].batch.max_m: unknown key; did you mean `max_ms`?",
-        "14:73: targets[0].batch.max_bytes: must be above 0",
-        "15:12: targets[1].name: another target is named `lake`, on line 14; give it a name of its own",
-        f"15:24: targets[1].kind: `filez` is not known; did you mean `files`? available: {', '.join(TARGETS)}",
-        "16:18: commit.quorum: asks for 3 of 2 targets",
-        "17:1: `commit` is given twice, first on line 16; keep one of the two",
+        "12:11: source.types.tim: unknown key; did you mean `time`?",
+        "12:32: source.types.interval: must be 'string' or 'struct'",
+        "13:7: mode: `cdcc` is not known; did you mean `cdc`? available: cdc",
+        "15:50: targets[0].batch.max_m: unknown key; did you mean `max_ms`?",
+        "15:73: targets[0].batch.max_bytes: must be above 0",
+        "16:12: targets[1].name: another target is named `lake`, on line 15; give it a name of its own",
+        f"16:24: targets[1].kind: `filez` is not known; did you mean `files`? available: {', '.join(TARGETS)}",
+        "17:18: commit.quorum: asks for 3 of 2 targets",
+        "18:1: `commit` is given twice, first on line 17; keep one of the two",
     ]
 
 

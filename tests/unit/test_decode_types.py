@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from millstream.errors import JournalCorrupt
 from millstream.model import Column, Relation
 from millstream.sources.decoders import decoder
 from millstream.sources.postgres.casts import exact_text
@@ -227,7 +230,23 @@ def test_a_cast_reads_any_binary_array(oid: int, large: bool) -> None:
 def test_a_description_without_what_was_added_later_keeps_its_fingerprint() -> None:
     old = relation(("id", 20), key=["id"])
     assert "element_delimiter" not in old.to_json()["columns"][0]
-    assert "encoding" not in old.to_json()
+    assert not {"encoding", "types"} & old.to_json().keys()
     assert Relation.from_json(old.to_json()) == old
     new = Relation(1, "s", "t", "d", (Column("c", 90_001, element_type_oid=5, element_delimiter=";"),))
     assert Relation.from_json(new.to_json()) == new
+    asked = replace(old, types=(("interval", "struct"), ("time", "time")))
+    assert Relation.from_json(json.loads(json.dumps(asked.to_json()))) == asked
+    assert asked.fingerprint() != old.fingerprint()
+
+
+def test_a_choice_of_types_holds_for_arrays_and_domains_but_not_for_keys() -> None:
+    asked = replace(
+        relation(("t", 1083), ("l", 1187), ("k", 1083), ("z", 1266), key=["k"]),
+        types=(("interval", "struct"), ("time", "time")),
+    )
+    domain = Column("d", 90_000, type_kind="d", base_type_oid=1186, base_type_mod=-1)
+    found = column_types(replace(asked, columns=(*asked.columns, domain)))
+    span = "struct<months:int,days:int,microseconds:bigint>"
+    assert [kind.spark for kind in found] == ["time(6)", f"array<{span}>", "string", "string", span]
+    with pytest.raises(JournalCorrupt, match="columns of type time are to be carved"):
+        column_types(replace(asked, types=(("time", "carved"),)))

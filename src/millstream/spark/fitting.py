@@ -122,7 +122,7 @@ def misfit(relation: Relation, wanted: pa.Schema, *, strict: bool, whole: bool) 
         if there is None:
             if strict:
                 return name, "is not there"
-        elif not (there.equals(here) if strict else _fits(there, here)):
+        elif not (_same(there, here) if strict else _fits(there, here)):
             return name, f"is {_name(there)} there and {_name(here)} in the DataFrame"
     if strict and whole:
         more = [field.name for field in have if field.name not in wanted.names]
@@ -173,9 +173,16 @@ def _carried(array: pa.Array, to: pa.DataType) -> pa.Array:
     return array.cast(to)
 
 
+def _same(have: pa.DataType, want: pa.DataType) -> bool:
+    """Whether they are one type to Spark, which has TIME in nanoseconds whatever its precision is."""
+    if types.is_list(have) and types.is_list(want):
+        return _same(have.value_type, want.value_type)
+    return bool(have.equals(want) or (types.is_time64(have) and types.is_time64(want)))
+
+
 def _fits(have: pa.DataType, want: pa.DataType) -> bool:
     """Whether every value of one type has the same meaning in the other."""
-    if have.equals(want) or (have, want) in _EXACT:
+    if _same(have, want) or (have, want) in _EXACT:
         return True
     if types.is_decimal(have) and types.is_decimal(want):
         return bool(want.scale >= have.scale and want.precision - want.scale >= have.precision - have.scale)

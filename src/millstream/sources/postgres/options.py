@@ -39,10 +39,41 @@ Size = Annotated[int, BeforeValidator(parse_size)]
 """Bytes; written as `64MiB`, `1GiB`."""
 
 
-class PostgresOptions(BaseModel):
-    """What a Postgres source can be told, beyond the keys that all sources have."""
+class _Keys(BaseModel):
+    """Keys of which the unknown are refused, with the nearest known one named."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _suggest(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Unknown keys keep their place among the other errors."""
+        try:
+            return handler(value)
+        except ValidationError as wrong:
+            raise ValidationError.from_exception_data(
+                wrong.title, [_with_suggestion(error, list(cls.model_fields)) for error in wrong.errors()]
+            ) from None
+
+
+class TypeChoices(_Keys):
+    """What columns of some types become, where there is a choice. See `types.CHOICES`."""
+
+    time: Literal["string", "time"] = Field(
+        default="string", description="`time`: Spark's TIME. `24:00:00` has no home there."
+    )
+    interval: Literal["string", "struct"] = Field(
+        default="string", description="`struct`: months, days and microseconds, as Postgres keeps them."
+    )
+
+    @property
+    def chosen(self) -> tuple[tuple[str, str], ...]:
+        """The choices that are not the usual, as `Relation.types` has them."""
+        return tuple(sorted((name, choice) for name, choice in self.model_dump().items() if choice != "string"))
+
+
+class PostgresOptions(_Keys):
+    """What a Postgres source can be told, beyond the keys that all sources have."""
 
     slot: str = Field(
         "",
@@ -102,6 +133,9 @@ class PostgresOptions(BaseModel):
         description="How values travel. `binary` is for tables of built-in base types and their arrays only, and gives "
         "the same columns.",
     )
+    types: TypeChoices = Field(
+        TypeChoices(), description="What columns of the types time and interval become, if not text."
+    )
     failover: bool = Field(
         False, description="Create the slot so that it is synchronised to standbys. Needs Postgres 17."
     )
@@ -153,17 +187,6 @@ class PostgresOptions(BaseModel):
             )
         return self
 
-    @model_validator(mode="wrap")
-    @classmethod
-    def _suggest(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Unknown keys keep their place among the other errors, and name the nearest known key."""
-        try:
-            return handler(value)
-        except ValidationError as wrong:
-            raise ValidationError.from_exception_data(
-                wrong.title, [_with_suggestion(error, list(cls.model_fields)) for error in wrong.errors()]
-            ) from None
-
 
 def default_name(source: str) -> str:
     """`millstream_` and the source's name in the letters a slot may have.
@@ -180,9 +203,11 @@ def default_name(source: str) -> str:
 
 def _with_suggestion(error: Any, known: list[str]) -> InitErrorDetails:
     text = str(error["msg"])
-    if error["type"] == "extra_forbidden":
+    if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
         near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
         text = "unknown key" + (f", did you mean {near[0]}?" if near else f"; known keys: {', '.join(known)}")
+    elif error["type"] == "literal_error" and "expected" in error["ctx"]:
+        text = f"must be {error['ctx']['expected']}"
     elif error["type"] == "string_pattern_mismatch":
         text = "must be a name of at most 56 letters, digits and underscores (for a slot: lower case)"
     # The text goes in as a value: as a template, braces in it would be read as names.

@@ -83,7 +83,7 @@ class PostgresSource:
         """The tables that the patterns name now."""
         control, own = (self._control, False) if self._control else (connect(self._spec, self._options), True)
         try:
-            return catalog.relations(control, patterns)
+            return [replace(each, types=self._options.types.chosen) for each in catalog.relations(control, patterns)]
         finally:
             if own:
                 control.close()
@@ -117,6 +117,7 @@ class PostgresSource:
 
         def describe(relation: Relation) -> int:
             described = catalog.enrich(control, relation, self._options.publications)
+            described = replace(described, types=self._options.types.chosen)
             check_wire(described, self._options.wire, control.info.server_version)
             return register(described)
 

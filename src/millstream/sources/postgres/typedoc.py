@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from millstream.sources.postgres.connection import SESSION_SETTINGS
-from millstream.sources.postgres.types import BY_OID, EXTENSIONS, NUMERIC_OID, TYPES, PgType
+from millstream.sources.postgres.types import BY_OID, CHOICES, EXTENSIONS, NUMERIC_OID, TYPES, PgType
 from millstream.sources.postgres.wire import CHAR_NOTE, NOT_READ
 
 _WRITTEN = {
@@ -25,6 +25,9 @@ _WRITTEN = {
     "timetz": "time with time zone",
 }
 """How people write the types that the catalog names otherwise."""
+
+_HOMELESS = {"time": "24:00:00", "interval": "infinity and -infinity, which Postgres has since 17"}
+"""What the types of choice cannot hold."""
 
 _DECLARED = ((12, 2), (38, 10), (5, -2), (39, 1), (38, -1), (3, 5))
 
@@ -91,6 +94,23 @@ An array of an enum, a composite type, a range, a domain or an extension's type 
 each element. (The catalog tells which character divides the elements. Where it could not be asked, the whole array
 is text.)
 
+## Types of your choice
+
+With `types` in the source's part of the [stream file](../stream-file.md#column-types), columns of these types,
+arrays of them and domains over them become something else than text. The choice is kept with the description of the
+table in the journal, so everything that reads a change, now or later, sees the same type.
+
+| choice | Spark | Arrow | without a home |
+|---|---|---|---|
+{choices}
+
+Spark 4.2 and 4.3 carry TIME in a DataFrame, but read it from a file only with `spark.sql.timeType.enabled=true`.
+
+There is no choice of VARIANT for `json` and `jsonb`. The files are written by Arrow, which has no VARIANT: Spark would
+read such a column as a struct of two binaries, which is not what `format("millstream")` would say of it. And a VARIANT
+does not hold every value: numbers beyond 38 digits are rounded to a double, and an object with one key twice has none.
+Where that does not matter, `parse_json(column)` in Spark makes a VARIANT of the text.
+
 ## Types that users make
 
 | type | becomes |
@@ -126,7 +146,14 @@ def page() -> str:
         parts.append(f"\n## {group}\n\n{_table(entries)}")
         if group == "Numbers":
             parts.append(_NUMERIC.format(rows=declared))
-    return "".join([*parts, _ARRAYS.format(), "\n", _table(EXTENSIONS)])
+    return "".join([*parts, _ARRAYS.format(choices=_choices()), "\n", _table(EXTENSIONS)])
+
+
+def _choices() -> str:
+    return "\n".join(
+        f"| `{name}: {choice}` | `{kind.spark}` | `{kind.arrow}` | {_HOMELESS[name]} |"
+        for (name, choice), kind in CHOICES.items()
+    )
 
 
 def _unread() -> str:

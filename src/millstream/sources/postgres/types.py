@@ -3,7 +3,7 @@
 Each built-in type has one entry in `TYPES`: its names and OIDs, what a column of it becomes, and
 the readers that make columns of the server's text and of its binary form (`binary.READERS`, by the
 type's name; why a type has none there, `wire.NOT_READ` says). `docs/types/postgres.md` is made from
-this table.
+this table. `CHOICES` has what a source can be asked to make of some types instead.
 
 A value without a home in its column's type (NaN in a decimal, infinity in a timestamp, a year
 beyond 9999, an array of two dimensions) is NULL in the column and stands with its exact text in
@@ -18,6 +18,7 @@ A database with the encoding SQL_ASCII takes any bytes for text. So what is text
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -25,10 +26,13 @@ import pyarrow as pa
 
 from millstream.errors import JournalCorrupt
 from millstream.model import Column, Relation
-from millstream.sources.postgres import binary, casts
+from millstream.sources.postgres import binary, casts, clocks
 from millstream.sources.postgres.arrays import ListReader
 from millstream.sources.postgres.casts import Casted, Reader
 from millstream.sources.postgres.cells import Ints, integers
+
+Choices = tuple[tuple[str, str], ...]
+"""Pairs of a type and a choice, as `Relation.types` has them."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +98,11 @@ class PgType:
     delimiter: str = ","
     """What stands between elements in the text of its arrays."""
 
-    def column(self, modifier: int = -1) -> ColumnType:
-        """What a column of this type, declared with this modifier, becomes."""
+    def column(self, modifier: int = -1, choices: Choices = ()) -> ColumnType:
+        """What a column of this type, declared with this modifier, becomes under these choices."""
+        for name, choice in choices:
+            if name == self.name:
+                return _chosen(name, choice)
         return _numeric(modifier) if self.oid == NUMERIC_OID else self.becomes
 
 
@@ -236,6 +243,21 @@ EXTENSIONS: tuple[PgType, ...] = (
 )
 """Types without a fixed OID: known by the name that the catalog gave to the column's type, else text."""
 
+CHOICES: Mapping[tuple[str, str], ColumnType] = {
+    ("time", "time"): ColumnType(
+        pa.time64("us"), "time(6)", clocks.time, special=True, binary=binary.READERS["time"], ascii=True
+    ),
+    ("interval", "struct"): ColumnType(
+        clocks.INTERVAL,
+        "struct<months:int,days:int,microseconds:bigint>",
+        clocks.interval,
+        special=True,
+        binary=binary.READERS["interval"],
+        ascii=True,
+    ),
+}
+"""What a source may be asked to make of a type instead (`types` of its options), by the type's name and the choice."""
+
 BY_OID = {entry.oid: entry for entry in TYPES}
 BY_ARRAY_OID = {entry.array: entry for entry in TYPES if entry.array}
 _BY_NAME = {entry.name: entry for entry in EXTENSIONS}
@@ -243,9 +265,9 @@ _BY_NAME = {entry.name: entry for entry in EXTENSIONS}
 _BARE_NAME = re.compile(r'(?:^|\.)"?(\w+)"?(?:\(\d+\))?$')
 
 
-def column_type(column: Column, *, key: bool = False) -> ColumnType:
+def column_type(column: Column, *, key: bool = False, choices: Choices = ()) -> ColumnType:
     """The type of one column; `key` says that the column identifies rows and so may never be NULL."""
-    found = _column_type(column)
+    found = _column_type(column, choices)
     return found.as_text() if key and found.special else found
 
 
@@ -257,7 +279,7 @@ def column_types(relation: Relation) -> tuple[ColumnType, ...]:
     keys = set(relation.key)
     if relation.identity == "f" and not relation.primary_key:
         keys = set()
-    types = tuple(column_type(column, key=column.name in keys) for column in relation.columns)
+    types = tuple(column_type(column, key=column.name in keys, choices=relation.types) for column in relation.columns)
     return types if relation.encoding == "UTF8" else tuple(each.as_bytes() for each in types)
 
 
@@ -274,20 +296,29 @@ def array_of(element: ColumnType, delimiter: str = ",") -> ColumnType:
     )
 
 
-def _column_type(column: Column) -> ColumnType:
+def _column_type(column: Column, choices: Choices) -> ColumnType:
     oid, modifier = column.type_oid, column.type_mod
     if column.type_kind == "d":
         if column.base_type_oid is None:
             return TEXT
         oid, modifier = column.base_type_oid, -1 if column.base_type_mod is None else column.base_type_mod
     if oid in BY_OID:
-        return BY_OID[oid].column(modifier)
+        return BY_OID[oid].column(modifier, choices)
     if oid in BY_ARRAY_OID:
         element = BY_ARRAY_OID[oid]
-        return array_of(element.column(modifier), element.delimiter)
+        return array_of(element.column(modifier, choices), element.delimiter)
     if column.element_type_oid is not None and column.element_delimiter is not None:
         return array_of(TEXT, column.element_delimiter)
     return _extension(column) if column.type_kind == "b" else TEXT
+
+
+def _chosen(name: str, choice: str) -> ColumnType:
+    if (name, choice) not in CHOICES:
+        raise JournalCorrupt(
+            f"columns of type {name} are to be {choice}, which this version does not know",
+            hint="use the version of millstream that wrote the journal, or a newer one",
+        )
+    return CHOICES[name, choice]
 
 
 def _extension(column: Column) -> ColumnType:

@@ -62,8 +62,11 @@ def _timestamp(cells: pa.Array, to: pa.DataType, zone: str, what: str) -> Casted
 
 def time(cells: pa.Array, to: pa.DataType) -> Casted:
     values = Values(cells)
+    micros = values.numbers(">i8", "time")
+    if pa.types.is_time(to):
+        return values.column(micros, to, (micros >= 0) & (micros < _DAY))
     lines = Lines(len(values))
-    _clock(lines, values.numbers(">i8", "time"))
+    _clock(lines, micros)
     return values.text(*lines.done()), NONE
 
 
@@ -88,7 +91,7 @@ def timetz(cells: pa.Array, to: pa.DataType) -> Casted:
 
 
 def interval(cells: pa.Array, to: pa.DataType) -> Casted:
-    """In the style `postgres`: `1 year -2 mons +3 days -04:05:06.7`.
+    """Its three numbers, or their text in the style `postgres`: `1 year -2 mons +3 days -04:05:06.7`.
 
     The extreme value of all three parts is infinity, as it is since Postgres 17.
     """
@@ -97,9 +100,13 @@ def interval(cells: pa.Array, to: pa.DataType) -> Casted:
     micros = np.ascontiguousarray(raw[:, :8]).view(">i8").reshape(-1).astype(np.int64)
     days = np.ascontiguousarray(raw[:, 8:12]).view(">i4").reshape(-1).astype(np.int64)
     months = np.ascontiguousarray(raw[:, 12:]).view(">i4").reshape(-1).astype(np.int64)
-    lines = Lines(len(values))
     low = (micros == _INT64.min) & (days == _INT32.min) & (months == _INT32.min)
     high = (micros == _INT64.max) & (days == _INT32.max) & (months == _INT32.max)
+    if pa.types.is_struct(to):
+        first, odd = values.column(months.astype(np.int32), pa.int32(), ~(low | high))
+        others = [values.column(days.astype(np.int32), pa.int32())[0], values.column(micros, pa.int64())[0]]
+        return pa.Array.from_buffers(to, values.rows, first.buffers()[:1], children=[first, *others]), odd
+    lines = Lines(len(values))
     finite = _infinities(lines, low, high)
     begun, minus = np.zeros(len(values), bool), np.zeros(len(values), bool)
     years = np.sign(months) * (np.abs(months) // 12)
