@@ -39,16 +39,23 @@ TABLE = relation(
     ("hours", 1183),
     ("span", 1186),
     ("spans", 1187),
+    ("zoned", 1266),
     key=["id"],
-    types=(("interval", "struct"), ("time", "time")),
+    types=(("interval", "struct"), ("time", "time"), ("timetz", "struct")),
 )
 ROW = ["1", "2", "3", "0.5", "-0.25", "t", "12.34", "é", "\\x00ff", "0001-01-01", "1582-10-10 00:00:00.000001"]
 FIRST = [*ROW, "2024-02-29 12:00:00+00", '{"a, b",NULL}', "{1.50,NULL}", "-$1,234.50", "18446744073709551615"]
-FIRST += ["23:59:59.999999", "{00:00:00,NULL}", "1 year -1 mons +3 days -00:00:01.5", '{"1 day",NULL}']
+FIRST += [
+    "23:59:59.999999",
+    "{00:00:00,NULL}",
+    "1 year -1 mons +3 days -00:00:01.5",
+    '{"1 day",NULL}',
+    "24:00:00-01:30",
+]
 ODD_TIMES = ["infinity", "0044-03-15 00:00:00 BC", "infinity"]
 ODD = ["2", None, None, "NaN", "Infinity", "f", "NaN", "x", "\\x", *ODD_TIMES, "{{a},{b}}", "{NaN}", None, "0"]
-ODD += ["24:00:00", "{24:00:00}", "infinity", "{infinity}"]
-NOTHING = [None] * 19
+ODD += ["24:00:00", "{24:00:00}", "infinity", "{infinity}", None]
+NOTHING = [None] * 20
 
 
 def test_spark_reads_the_types_that_are_meant_and_folds_the_rows(spark: SparkSession, tmp_path: Path) -> None:
@@ -98,6 +105,7 @@ def test_spark_reads_the_types_that_are_meant_and_folds_the_rows(spark: SparkSes
         "hours": [time(0), None],
         "span": {"months": 11, "days": 3, "microseconds": -1_500_000},
         "spans": [{"months": 0, "days": 1, "microseconds": 0}, None],
+        "zoned": {"microseconds": 86_400_000_000, "offset_seconds": -5400},
         "_ms_special": [],
     }
     assert folded[3]["note"] == "x"

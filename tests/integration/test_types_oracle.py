@@ -50,7 +50,7 @@ def with_every_choice(trial: Trial) -> None:
     relations = {name: chosen(relation) for name, relation in trial.relations.items()}
     results = trial.decoded(relations)
     kinds = chosen_kinds(trial.kinds)
-    assert [kind.name for kind in kinds] == ["time", "interval", "time[]", "interval[]"]
+    assert [kind.name for kind in kinds] == ["time", "timetz", "interval", "time[]", "timetz[]", "interval[]"]
     assert {kind.name: wrong for kind in kinds if (wrong := trial.wrong(kind, results)) is not None} == {}
     odd = {name for entries in results["keyed"].result.special.to_pylist() for name, _ in entries}
     assert {"time", "time[]", "interval[]"} <= odd, "no value without a home was tried"

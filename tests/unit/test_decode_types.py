@@ -241,8 +241,8 @@ def test_a_description_without_what_was_added_later_keeps_its_fingerprint() -> N
 
 def test_a_choice_of_types_holds_for_arrays_and_domains_but_not_for_keys() -> None:
     asked = replace(
-        relation(("t", 1083), ("l", 1187), ("k", 1083), ("z", 1266), key=["k"]),
-        types=(("interval", "struct"), ("time", "time")),
+        relation(("t", 1083), ("l", 1187), ("k", 1083), ("z", 1266), key=["k", "z"]),
+        types=(("interval", "struct"), ("time", "time"), ("timetz", "struct")),
     )
     domain = Column("d", 90_000, type_kind="d", base_type_oid=1186, base_type_mod=-1)
     found = column_types(replace(asked, columns=(*asked.columns, domain)))

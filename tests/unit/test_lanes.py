@@ -167,15 +167,19 @@ def test_values_are_exact(copy: Copy) -> None:
             ("money", 1700, ((38 << 16) | 4) + 4),
         ),
         *(("raw", 17), ("day", 1082), ("at", 1114), ("instant", 1184), ("list", 1007), ("json", 3802)),
+        *(("hour", 1083), ("span", 1186), ("none", 1186), ("late", 1083)),
         key=("id",),
+        types=(("interval", "struct"), ("time", "time")),
     )
     far = "9007199254740993"
     row = (far, "t", "-3", "1.5", "NaN", "1234567890123456789012345678901234.0010", "\\x00ff", "2026-01-31")
-    copy.deliver((of, [insert(*row, "infinity", "2026-01-31 12:30:00.000001+00", "{1,NULL}", '{"a": 1}')]))
+    ours = ("12:30:00.5", "1 mon -2 days 00:00:01", None, "24:00:00")
+    copy.deliver((of, [insert(*row, "infinity", "2026-01-31 12:30:00.000001+00", "{1,NULL}", '{"a": 1}', *ours)]))
     assert copy.rows('SELECT * FROM "public.t"') == [
         (
             *(int(far), 1, -3, 1.5, "NaN", "1234567890123456789012345678901234.0010", b"\x00\xff", "2026-01-31"),
-            *("infinity", "2026-01-31 12:30:00.000001Z", "[1,null]", '{"a": 1}', 1),
+            *("infinity", "2026-01-31 12:30:00.000001Z", "[1,null]", '{"a": 1}'),
+            *("12:30:00.500000", '{"months":1,"days":-2,"microseconds":1000000}', None, "24:00:00", 1),
         )
     ]
 

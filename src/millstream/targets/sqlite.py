@@ -189,11 +189,11 @@ def _python(values: Values) -> Sequence[Any]:
     array = values.array
     if types.is_decimal(array.type):
         array = decimal_text(array)
-    elif types.is_list(array.type):
+    elif types.is_list(array.type) or types.is_struct(array.type):
         array = pc.if_else(array.is_valid(), json_text(array), None)
     elif types.is_floating(array.type) and pc.any(pc.is_nan(array)).as_py():
         return [value if value == value else "NaN" for value in array.to_pylist()]
-    elif types.is_timestamp(array.type) or types.is_date(array.type):
+    elif types.is_timestamp(array.type) or types.is_date(array.type) or types.is_time(array.type):
         array = array.cast(pa.string())
     taken: Sequence[Any] = (array if values.special is None else pc.coalesce(values.special, array)).to_pylist()
     return taken

@@ -62,6 +62,9 @@ class TypeChoices(_Keys):
     time: Literal["string", "time"] = Field(
         default="string", description="`time`: Spark's TIME. `24:00:00` has no home there."
     )
+    timetz: Literal["string", "struct"] = Field(
+        default="string", description="`struct`: microseconds of the day, and seconds ahead of UTC."
+    )
     interval: Literal["string", "struct"] = Field(
         default="string", description="`struct`: months, days and microseconds, as Postgres keeps them."
     )
@@ -134,7 +137,7 @@ class PostgresOptions(_Keys):
         "the same columns.",
     )
     types: TypeChoices = Field(
-        TypeChoices(), description="What columns of the types time and interval become, if not text."
+        TypeChoices(), description="What columns of the types time, timetz and interval become, if not text."
     )
     failover: bool = Field(
         False, description="Create the slot so that it is synchronised to standbys. Needs Postgres 17."

@@ -26,7 +26,7 @@ _WRITTEN = {
 }
 """How people write the types that the catalog names otherwise."""
 
-_HOMELESS = {"time": "24:00:00", "interval": "infinity and -infinity, which Postgres has since 17"}
+_HOMELESS = {"time": "24:00:00", "timetz": "", "interval": "infinity and -infinity, which Postgres has since 17"}
 """What the types of choice cannot hold."""
 
 _DECLARED = ((12, 2), (38, 10), (5, -2), (39, 1), (38, -1), (3, 5))
@@ -59,7 +59,9 @@ that cannot be the same in both forms, and so travel as text only:
 - `"char"` {char}.
 
 Types that are not built in (enums, domains, composite types, ranges of users, extensions' types) have no number that
-is the same on every server, and travel as text only too.
+is the same on every server, and travel as text only too. Two values differ: the outermost intervals (178956970 years, 7
+months, 2147483647 days and 2562047788 hours, and their counterpart below zero) are infinity in binary form, which they
+are by definition since Postgres 17; the text of an older server spells them out.
 
 **SQL_ASCII.** A database with this encoding takes any bytes for text. There every column that is `string` below is
 `binary` (in arrays, too), holding the bytes as they are, except for types whose text is ASCII by nature: numbers,

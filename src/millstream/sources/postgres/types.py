@@ -247,6 +247,14 @@ CHOICES: Mapping[tuple[str, str], ColumnType] = {
     ("time", "time"): ColumnType(
         pa.time64("us"), "time(6)", clocks.time, special=True, binary=binary.READERS["time"], ascii=True
     ),
+    ("timetz", "struct"): ColumnType(
+        clocks.TIMETZ,
+        "struct<microseconds:bigint,offset_seconds:int>",
+        clocks.timetz,
+        special=True,
+        binary=binary.READERS["timetz"],
+        ascii=True,
+    ),
     ("interval", "struct"): ColumnType(
         clocks.INTERVAL,
         "struct<months:int,days:int,microseconds:bigint>",
@@ -256,7 +264,8 @@ CHOICES: Mapping[tuple[str, str], ColumnType] = {
         ascii=True,
     ),
 }
-"""What a source may be asked to make of a type instead (`types` of its options), by the type's name and the choice."""
+"""What a source may be asked to make of a type instead (`types` of its options), by the type's name and the choice.
+A struct is no key, which `special` says too."""
 
 BY_OID = {entry.oid: entry for entry in TYPES}
 BY_ARRAY_OID = {entry.array: entry for entry in TYPES if entry.array}

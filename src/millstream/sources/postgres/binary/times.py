@@ -75,6 +75,9 @@ def timetz(cells: pa.Array, to: pa.DataType) -> Casted:
     raw = values.fixed(12, "timetz")
     micros = np.ascontiguousarray(raw[:, :8]).view(">i8").reshape(-1).astype(np.int64)
     west = np.ascontiguousarray(raw[:, 8:]).view(">i4").reshape(-1).astype(np.int64)
+    if pa.types.is_struct(to):
+        first, ahead = values.column(micros, pa.int64())[0], values.column(-west.astype(np.int32), pa.int32())[0]
+        return pa.Array.from_buffers(to, values.rows, first.buffers()[:1], children=[first, ahead]), NONE
     lines = Lines(len(values))
     _clock(lines, micros)
     lines.word("-", west > 0)
