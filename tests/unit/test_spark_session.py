@@ -11,6 +11,7 @@ import pytest
 
 import millstream
 from millstream.spark import archive, session
+from millstream.spark.distribution import is_ours, make_distribution
 from millstream.spark.java import Java
 from tests.fixtures.delivery import Watching
 
@@ -31,9 +32,29 @@ def test_a_foreign_spark_is_dropped_and_said_aloud(environment: pytest.MonkeyPat
     environment.setenv("SPARK_HOME", "/opt/other")
     watching = Watching()
     session._set_environment(tmp_path, "local[4,4]", JAVA, watching)
-    assert "SPARK_HOME" not in os.environ
+    assert os.environ["SPARK_HOME"] != "/opt/other"
+    assert is_ours(os.environ["SPARK_HOME"])
     (event,) = watching.of("spark.environment_ignored")
     assert event.message.startswith("SPARK_HOME=/opt/other is ignored")
+
+
+def test_our_own_spark_of_an_earlier_session_is_not_foreign(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    environment.setenv("SPARK_HOME", str(make_distribution(tmp_path / "earlier")))
+    watching = Watching()
+    session._set_environment(tmp_path, "spark://host:7077", JAVA, watching)
+    assert watching.of("spark.environment_ignored") == []
+    assert "SPARK_HOME" not in os.environ
+
+
+def test_python_finds_no_zips_in_the_distribution(tmp_path: Path) -> None:
+    for _ in range(2):
+        made = make_distribution(tmp_path / "distribution")
+    assert is_ours(str(made))
+    assert not (made / "python").exists()
+    (made / "jars").unlink()
+    (made / "jars").symlink_to(tmp_path / "an environment that was moved")
+    assert not is_ours(str(made))
+    assert is_ours(str(make_distribution(made)))
 
 
 def test_workers_get_this_python_and_find_this_package(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 import tempfile
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from millstream.errors import MillstreamError
 from millstream.journal import JournalWriter
 from millstream.model import BatchLimits, Op, SeqRange
 from millstream.sources.base import CAPTURED, Block
+from millstream.spark.distribution import make_distribution, shared_distribution, shelf
 from millstream.spark.java import Java, find_java
 
 _EXIT_SECONDS = 180
@@ -31,9 +31,9 @@ _EXIT_SECONDS = 180
 
 def archive_path(java: Java) -> Path:
     """Where the archive for this Java and this pyspark belongs, made or not: within the environment of this Python."""
-    made_from = f"{java.home}\n{java.version}\n{pyspark.__version__}\n{pyspark.__file__}"
+    made_from = f"{java.home}\n{java.version}\n{pyspark.__file__}\n{shared_distribution()}"
     name = hashlib.sha256(made_from.encode()).hexdigest()[:16]
-    return Path(sys.prefix) / "share" / "millstream" / f"spark-{name}.jsa"
+    return shelf() / f"spark-{name}.jsa"
 
 
 def archive_options(java: Java) -> list[str]:
@@ -48,7 +48,7 @@ def make_archive() -> Path:
     from millstream.spark.session import build_session
 
     archive = archive_path(find_java())
-    archive.parent.mkdir(parents=True, exist_ok=True)
+    make_distribution(shared_distribution())
     fresh = archive.with_suffix(f".{os.getpid()}.new")
     with tempfile.TemporaryDirectory(prefix="millstream-archive-") as scratch:
         spark = build_session(Path(scratch) / "spark", java_options=[f"-XX:ArchiveClassesAtExit={fresh}"])

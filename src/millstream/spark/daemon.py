@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
 
 PRELOAD = (
     "numpy",
@@ -29,8 +30,16 @@ PRELOAD = (
 )
 
 
+def _forget_jars() -> None:
+    """Take Spark's jar off the path: no Python is in it, and every task would read its table of contents anew."""
+    for entry in [entry for entry in sys.path if entry.endswith(".jar")]:
+        sys.path.remove(entry)
+        sys.path_importer_cache.pop(entry, None)
+
+
 def main() -> None:
     """Import what workers will need, then do what Spark's own daemon does."""
+    _forget_jars()
     import pyarrow
     from pyspark import daemon
 

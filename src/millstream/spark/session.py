@@ -13,7 +13,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import pyspark
 from pyspark import SparkConf, SparkContext
 from pyspark.errors import PySparkException
 from pyspark.java_gateway import launch_gateway
@@ -23,11 +22,21 @@ import millstream
 from millstream.errors import ConfigError, DependencyError
 from millstream.observe import Event, Level, Observer, Observers
 from millstream.spark.archive import archive_options
+from millstream.spark.distribution import is_ours, make_distribution, shared_distribution
 from millstream.spark.format import ChangesSource
 from millstream.spark.java import Java, find_java
 
 _FOREIGN = ("SPARK_HOME", "SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED", "PYSPARK_GATEWAY_PORT")
 """Variables that would make us run on somebody else's Spark."""
+
+_JAVA_OPTIONS = (
+    "-XX:Tier4InvocationThreshold=100000",
+    "-XX:Tier4MinInvocationThreshold=20000",
+    "-XX:Tier4CompileThreshold=300000",
+    "-XX:Tier4BackEdgeThreshold=1000000",
+)
+"""Twenty times the default: Java optimises only what really runs hot, which is what handles rows. What plans a
+batch would else be optimised for many minutes, at the cost of half of what Java uses."""
 
 _FILE_MANAGER = "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
 
@@ -123,30 +132,26 @@ def user_settings(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def _set_environment(home: Path, master: str, java: Java, observer: Observer) -> None:
-    own_home = str(Path(pyspark.__file__).parent)
     for name in _FOREIGN:
         value = os.environ.get(name)
-        if value and value != own_home:
+        if value and not (name == "SPARK_HOME" and is_ours(value)):
             del os.environ[name]
             message = f"{name}={value} is ignored: Millstream runs on the pyspark of its own Python"
             observer.on_event(Event("spark.environment_ignored", message, Level.WARNING, fields={"variable": name}))
     os.environ["JAVA_HOME"] = str(java)
     os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     os.environ["PYTHONPATH"] = _python_path()
-    if master.startswith("local-cluster"):
-        os.environ["SPARK_HOME"] = str(_own_distribution(Path(own_home), home / "distribution"))
+    os.environ.pop("SPARK_HOME", None)
     if master.startswith("local"):
+        os.environ["SPARK_HOME"] = str(_distribution(home, master))
         os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
 
 
-def _own_distribution(installed: Path, distribution: Path) -> Path:
-    """Spark's files by links: the workers of `local-cluster` write beside them, which is no place in site-packages."""
-    distribution.mkdir(exist_ok=True)
-    for entry in installed.iterdir():
-        link = distribution / entry.name
-        if not link.is_symlink() and entry.name != "work":
-            link.symlink_to(entry)
-    return distribution
+def _distribution(home: Path, master: str) -> Path:
+    shared = shared_distribution()
+    # The workers of `local-cluster` write into it.
+    own = master.startswith("local-cluster") or not is_ours(str(shared))
+    return make_distribution(home / "distribution") if own else shared
 
 
 def _python_path() -> str:
@@ -160,7 +165,8 @@ def _configuration(home: Path, master: str, app_name: str, java_options: Sequenc
     scratch = home / "tmp"
     log4j = home / "log4j2.properties"
     log4j.write_text(_LOG4J.format(log=home / "spark.log"))
-    options = [f"-Dlog4j2.configurationFile={log4j.as_uri()}", f"-Djava.io.tmpdir={scratch}", *java_options]
+    places = [f"-Dlog4j2.configurationFile={log4j.as_uri()}", f"-Djava.io.tmpdir={scratch}"]
+    options = [*_JAVA_OPTIONS, *places, *java_options]
     conf = {
         "spark.master": master,
         "spark.app.name": app_name,
