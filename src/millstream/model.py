@@ -234,7 +234,8 @@ class TargetSpec:
     kind: str
     limits: BatchLimits
     required: bool = True
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """May hold a uri with a password, so they do not show themselves."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from pyspark import TaskContext
 from pyspark.sql import SparkSession
 
 from millstream.changelog import assemble
+from millstream.embedded import EmbeddedPostgres
 from millstream.errors import JournalCorrupt, TargetRefused
 from millstream.model import Relation, SeqRange
 from millstream.targets.base import (
@@ -34,8 +35,12 @@ from millstream.targets.base import (
     TargetCursor,
 )
 from millstream.targets.files import FilesOptions, FilesTarget
+from millstream.targets.lanes import sessions
+from millstream.targets.postgres import PostgresTarget
+from millstream.targets.postgres_options import PostgresTargetOptions
 from millstream.targets.sqlite import SqliteOptions, SqliteTarget
 from tests.fixtures.journals import shop_table
+from tests.fixtures.postgres import Database, fresh_database
 from tests.fixtures.stagers import check_nothing, killing
 from tests.fixtures.tuples import OID, insert, journal_rows
 
@@ -101,6 +106,23 @@ class SqliteCase:
         return []
 
 
+@dataclass
+class PostgresCase:
+    database: Database
+    failpoint = "lane.written"
+
+    def make(self) -> Target:
+        return PostgresTarget(PostgresTargetOptions(uri=self.database.uri))
+
+    def seen(self, table: str) -> Found:
+        if self.database.sql(f"SELECT to_regclass('{table}') IS NULL") == [(True,)]:
+            return []
+        return self.database.sql(f"SELECT _ms_seq, body FROM {table} ORDER BY 1")
+
+    def litter(self) -> list[str]:
+        return []
+
+
 CASES: dict[str, Callable[[Path], Case]] = {
     "files": FilesCase,
     "sqlite": lambda path: SqliteCase(path, "mirror"),
@@ -108,9 +130,22 @@ CASES: dict[str, Callable[[Path], Case]] = {
 }
 
 
-@pytest.fixture(params=sorted(CASES))
-def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
-    return CASES[request.param](tmp_path / "a target")
+@pytest.fixture(scope="module")
+def one_database(postgres: EmbeddedPostgres) -> Iterator[Database]:
+    """For all tests of the suite: creating a database takes longer than most of them."""
+    with fresh_database(postgres) as made:
+        yield made
+
+
+@pytest.fixture(params=[*CASES, pytest.param("postgres", marks=pytest.mark.postgres)])
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Case]:
+    if request.param in CASES:
+        yield CASES[request.param](tmp_path / "a target")
+        return
+    database: Database = request.getfixturevalue("one_database")
+    yield PostgresCase(database)
+    sessions.close_idle(database.uri, None)
+    database.sql("DROP SCHEMA IF EXISTS _millstream CASCADE; DROP TABLE IF EXISTS orders, items")
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ import pytest
 import millstream
 from tests.fixtures.delivery import commits_of
 from tests.fixtures.journals import Change, Journal, delivered, shop_table
+from tests.fixtures.postgres import Database
 
 pytestmark = pytest.mark.chaos
 
@@ -110,10 +111,22 @@ def table_name(table: str, cursors: str) -> str:
     return table if "." in cursors else f'"{table}"'
 
 
-def test_a_kill_after_each_step_of_a_lane_changes_nothing(tmp_path: Path, journal: Journal) -> None:
+def kill_at_each_step_of_a_lane(root: Path, kind: str, options: dict[str, Any]) -> None:
     armed = failpoints("lane")
     assert len(armed) >= 4
+    assert run_until_it_ends(root, armed, kind, {**options, "write": "changelog"}) == sorted(armed)
+
+
+def test_a_kill_after_each_step_into_sqlite_changes_nothing(tmp_path: Path, journal: Journal) -> None:
     path = tmp_path / "copy.db"
-    assert run_until_it_ends(tmp_path, armed, "sqlite", {"path": str(path), "write": "changelog"}) == sorted(armed)
+    kill_at_each_step_of_a_lane(tmp_path, "sqlite", {"path": str(path)})
     with closing(sqlite3.connect(path)) as db:
         assert_lane_is_exact(lambda sql: db.execute(sql).fetchall(), journal, "_millstream_cursors")
+
+
+@pytest.mark.postgres
+def test_a_kill_after_each_step_into_postgres_changes_nothing(
+    tmp_path: Path, journal: Journal, database: Database
+) -> None:
+    kill_at_each_step_of_a_lane(tmp_path, "postgres", {"uri": database.uri})
+    assert_lane_is_exact(database.sql, journal, "_millstream.cursors")

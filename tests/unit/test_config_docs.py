@@ -26,6 +26,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "A target": TargetKeys,
     "A batch": BatchKeys,
     "Files": options_model(TARGETS["files"].options),
+    "Postgres as a target": options_model(TARGETS["postgres"].options),
     "SQLite": options_model(TARGETS["sqlite"].options),
 }
 
@@ -43,7 +44,7 @@ def test_each_known_key_is_documented_and_each_documented_key_is_known(section: 
 
 
 def test_every_kind_has_a_section() -> None:
-    assert (set(SOURCES), set(TARGETS)) == ({"postgres"}, {"files", "sqlite"})
+    assert (set(SOURCES), set(TARGETS)) == ({"postgres"}, {"files", "postgres", "sqlite"})
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -86,3 +87,13 @@ def test_every_example_loads(tmp_path: Path) -> None:
         (tmp_path / f"{number}.yaml").write_text(example)
         names += [(s.name, s.source.name, s.commit) for s in load_streams([tmp_path / f"{number}.yaml"])]
     assert names == [("shop", "shop", "all"), ("shop", "main", "required")]
+
+
+@pytest.mark.parametrize("kind", sorted(set(TARGETS) - {"files"}))
+def test_every_example_of_a_target_loads(tmp_path: Path, kind: str) -> None:
+    examples = re.findall(r"```yaml\n(.*?)```", (PAGE.parent / "targets" / f"{kind}.md").read_text(), re.DOTALL)
+    assert examples
+    for example in examples:
+        (tmp_path / "stream.yaml").write_text(example)
+        (stream,) = load_streams([tmp_path / "stream.yaml"])
+        assert {target.kind for target in stream.targets} == {kind}

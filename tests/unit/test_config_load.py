@@ -455,3 +455,37 @@ def test_reading_a_file_does_not_import_spark(tmp_path: Path) -> None:
     code = "import sys, millstream.config as c; c.load_streams(sys.argv[1:]); print('pyspark' in sys.modules)"
     command = [sys.executable, "-c", code, str(tmp_path / "shop.yaml")]
     assert subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ).stdout == "False\n"
+
+
+COPY = "{name: log, kind: files, path: ./log}", "{name: copy, kind: postgres, uri: 'postgresql://app@other/shop'}"
+
+
+def test_a_database_as_a_target(load: Load, tmp_path: Path) -> None:
+    (stream,) = load(changed((COPY[0], COPY[1].replace("}", ", auth_ref: 'file:secret', deletes: soft}"))))
+    (target,) = stream.targets
+    assert dict(target.options) == {
+        "uri": "postgresql://app@other/shop",
+        "auth_ref": f"file:{tmp_path / 'secret'}",
+        "deletes": "soft",
+    }
+    assert target.limits == BatchLimits(max_ms=200, max_bytes=64 << 20, max_events=500_000)
+
+
+def test_a_target_s_uri_is_checked(problems: Callable[..., list[str]]) -> None:
+    wrong = changed((COPY[0], COPY[1].replace("postgresql://app@other/shop", "mysql://app@other/shop")))
+    assert problems(wrong) == ["8:39: targets[0].uri: not a postgres URI; write postgresql://user@host:port/database"]
+    both = changed((COPY[0], COPY[1].replace("app@", "app:pw@").replace("}", ", auth_ref: env:X}")))
+    assert "auth_ref` names another" in problems(both)[0]
+    pasted = changed((COPY[0], COPY[1].replace("}", ", auth_ref: hunter2}")))
+    assert "given by reference" in problems(pasted)[0]
+    assert "hunter2" not in problems(pasted)[0]
+
+
+def test_the_password_of_a_target_is_never_shown(tmp_path: Path) -> None:
+    (tmp_path / "shop.yaml").write_text(changed((COPY[0], COPY[1].replace("app@", "app:hunter2@"))))
+    warnings: list[Problem] = []
+    (stream,) = load_streams([tmp_path / "shop.yaml"], on_warning=warnings.append)
+    assert [warning.message for warning in warnings] == ["a password stands in the URI"]
+    for shown in (str(warnings), json.dumps(definition(stream)), repr(stream)):
+        assert "hunter2" not in shown
+    assert "hunter2" in stream.targets[0].options["uri"]

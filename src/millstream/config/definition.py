@@ -19,4 +19,7 @@ def definition(spec: StreamSpec) -> Json:
     source["on_limit"] = spec.source.on_limit.value
     source["tables"] = list(spec.source.tables)
     value["targets"] = list(value["targets"])
+    for target in value["targets"]:
+        if isinstance(target["options"].get("uri"), str):
+            target["options"] = {**target["options"], "uri": redact(target["options"]["uri"])}
     return value

@@ -43,6 +43,8 @@ class TargetKind:
     options: str
     limits: BatchLimits
     choices: Mapping[str, Choices]
+    schemes: tuple[str, ...] = ()
+    """Of its `uri`, where it has one."""
 
 
 SOURCES = {
@@ -62,10 +64,16 @@ TARGETS = {
         BatchLimits(max_ms=5_000, max_bytes=16 << 20, max_events=MAX_EVENTS),
         choices={"format": Choices(now=("parquet",), later=("json", "jsonl", "avro", "arrow", "protobuf"))},
     ),
+    "postgres": TargetKind(
+        "millstream.targets.postgres_options:PostgresTargetOptions",
+        DATABASE_LIMITS,
+        choices={},
+        schemes=("postgresql", "postgres"),
+    ),
     "sqlite": TargetKind("millstream.targets.sqlite:SqliteOptions", DATABASE_LIMITS, choices={}),
 }
 TARGETS_LATER = (
-    *("delta", "iceberg", "postgres", "mysql", "mariadb", "duckdb", "clickhouse", "kafka", "nats", "redis"),
+    *("delta", "iceberg", "mysql", "mariadb", "duckdb", "clickhouse", "kafka", "nats", "redis"),
     *("http", "queue", "memory", "fanout", "turbopuffer", "grpc", "base"),
 )
 

@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, urlsplit
 from pydantic import BaseModel
 
 from millstream.config.document import read_document
-from millstream.config.kinds import SOURCES, TARGETS, check_pattern, options_model
+from millstream.config.kinds import SOURCES, TARGETS, SourceKind, TargetKind, check_pattern, options_model
 from millstream.config.problems import Problem, StreamFileError, in_order, nearest
 from millstream.config.report import Reporter
 from millstream.config.schema import SourceKeys, StreamKeys, TargetKeys
@@ -109,7 +109,9 @@ def _stream(report: Reporter, base: Path) -> StreamSpec | None:
     source = _source_options(report, raw.get("source"), base)
     raw_targets = raw["targets"] if isinstance(raw.get("targets"), list) else []
     targets = [_target_options(report, index, target, base) for index, target in enumerate(raw_targets)]
-    _check_uri(report, raw.get("source"))
+    _check_uri(report, ("source",), raw.get("source"), SOURCES)
+    for index, target in enumerate(raw_targets):
+        _check_uri(report, ("targets", index), target, TARGETS)
     _check_tables(report, raw.get("source"))
     _check_target_names(report, raw_targets)
     _check_commit(report, raw.get("commit", "all"), raw_targets)
@@ -126,14 +128,11 @@ def _stream(report: Reporter, base: Path) -> StreamSpec | None:
 
 
 def _source_spec(keys: SourceKeys, stream: str, options: Mapping[str, Any], base: Path) -> SourceSpec:
-    auth_ref = keys.auth_ref
-    if auth_ref is not None and auth_ref.startswith("file:"):
-        auth_ref = f"file:{_absolute(auth_ref.removeprefix('file:'), base)}"
     return SourceSpec(
         name=keys.name or stream,
         kind=keys.kind,
         uri=keys.uri,
-        auth_ref=auth_ref,
+        auth_ref=_absolute_ref(keys.auth_ref, base) if keys.auth_ref else None,
         tables=tuple(keys.tables),
         ack=keys.ack,
         max_source_wal=keys.max_source_wal,
@@ -191,9 +190,10 @@ def _options(
     if options is None:
         return {}
     values = options.model_dump(mode="json", exclude_unset=True)
-    for name in ("path",):
-        if isinstance(values.get(name), str):
-            values[name] = _absolute(values[name], base)
+    if isinstance(values.get("path"), str):
+        values["path"] = _absolute(values["path"], base)
+    if isinstance(values.get("auth_ref"), str):
+        values["auth_ref"] = _absolute_ref(values["auth_ref"], base)
     return values
 
 
@@ -201,18 +201,27 @@ def _absolute(path: str, base: Path) -> str:
     return path if "://" in path else str(base / Path(path).expanduser())
 
 
-def _check_uri(report: Reporter, raw: object) -> None:
+def _absolute_ref(auth_ref: str, base: Path) -> str:
+    kind, _, name = auth_ref.partition(":")
+    return f"file:{_absolute(name, base)}" if kind == "file" else auth_ref
+
+
+def _check_uri(
+    report: Reporter, at: Sequence[str | int], raw: object, kinds: Mapping[str, SourceKind] | Mapping[str, TargetKind]
+) -> None:
     """Says nothing of the URI's content: what looks wrong may be a secret."""
-    if not isinstance(raw, dict) or not isinstance(raw.get("uri"), str) or raw.get("kind") not in SOURCES:
+    if not isinstance(raw, dict) or not isinstance(raw.get("uri"), str) or raw.get("kind") not in kinds:
         return
-    schemes = SOURCES[raw["kind"]].schemes
+    schemes = kinds[raw["kind"]].schemes
+    if not schemes:
+        return
     try:
         parts = urlsplit(raw["uri"])
         parameters = {key.lower() for key, _ in parse_qsl(parts.query)}
         has_password = bool(parts.password) or not parameters.isdisjoint({"password", "sslpassword"})
     except ValueError:
         parts, has_password = None, False
-    at = ("source", "uri")
+    at = (*at, "uri")
     if parts is None or parts.scheme not in schemes or not parts.netloc + parts.query:
         report.problem(at, f"not a {raw['kind']} URI", f"write {schemes[0]}://user@host:port/database")
     elif has_password and raw.get("auth_ref") is not None:

@@ -87,6 +87,7 @@ def _not_yet(empty: tuple[object, ...], instead: str) -> Callable[[object], None
 
 
 Name = Annotated[str, BeforeValidator(_name)]
+AuthRef = Annotated[str, BeforeValidator(_auth_ref)]
 Duration = Annotated[int, BeforeValidator(parse_duration_ms), Field(gt=0)]
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 
@@ -121,7 +122,7 @@ class SourceKeys(_KeysAndOptions):
     name: Name | None = None
     kind: Annotated[str, BeforeValidator(_one_of(SOURCES, SOURCES_LATER))]
     uri: str
-    auth_ref: Annotated[str, BeforeValidator(_auth_ref)] | None = None
+    auth_ref: AuthRef | None = None
     tables: Annotated[list[str], BeforeValidator(_tables)]
     ack: Annotated[AckPolicy, BeforeValidator(_one_of(AckPolicy))] = AckPolicy.DELIVERED
     max_source_wal: Size = 4 << 30

@@ -13,6 +13,11 @@ def open_target(spec: TargetSpec) -> Target:
         from millstream.targets.files import FilesOptions, FilesTarget
 
         return FilesTarget(FilesOptions.model_validate(dict(spec.options)))
+    if spec.kind == "postgres":
+        from millstream.targets.postgres import PostgresTarget
+        from millstream.targets.postgres_options import PostgresTargetOptions
+
+        return PostgresTarget(PostgresTargetOptions.model_validate(dict(spec.options)))
     if spec.kind == "sqlite":
         from millstream.targets.sqlite import SqliteOptions, SqliteTarget
 

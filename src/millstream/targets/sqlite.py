@@ -25,10 +25,9 @@ import pyarrow.compute as pc
 from pyarrow import types
 from pydantic import Field
 
-from millstream.changelog import BEFORE, COMMON, exposed
+from millstream.changelog import BEFORE, COMMON, METADATA, schema
 from millstream.errors import TargetError, TargetRefused, TargetUnavailable
 from millstream.model import Relation
-from millstream.sources.decoders import decoded_schema
 from millstream.targets.lanes.database import OWN, Database, LaneOptions, Values, matches, quoted
 from millstream.targets.lanes.lane import LaneTarget
 from millstream.wire.json_columns import json_text
@@ -125,7 +124,7 @@ class SqliteDatabase(Database):
         return {name: kind for _, name, kind, *_ in found} or None
 
     def types(self, relation: Relation) -> list[str]:
-        return [_type(field.type) for field in decoded_schema(exposed(relation))]
+        return [_type(field.type) for field in schema(relation) if field.name not in METADATA]
 
     def metadata_types(self) -> dict[str, str]:
         return {**{field.name: _type(field.type) for field in COMMON}, BEFORE: "TEXT"}

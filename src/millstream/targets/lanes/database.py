@@ -6,7 +6,7 @@ SQL here is what SQLite, DuckDB and Postgres have in common. Parameters are writ
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -15,7 +15,7 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field
 
 from millstream.model import Relation
-from millstream.targets.base import Part
+from millstream.targets.base import Part, TargetContext
 
 SelfDatabase = TypeVar("SelfDatabase", bound="Database")
 
@@ -56,6 +56,8 @@ class Values:
     column: ColumnDef
     array: pa.Array
     special: pa.StringArray | None = None
+    of: str = ""
+    """The source's name of the column, for messages."""
 
 
 class Database(ABC):
@@ -71,7 +73,7 @@ class Database(ABC):
 
     def __init__(self, options: LaneOptions) -> None:
         self.options = options
-        self.known: dict[Relation, Any] = {}
+        self.known: dict[Any, Any] = {}
         """What was found out about tables in this connection; forgotten when a transaction is rolled back."""
 
     @abstractmethod
@@ -120,6 +122,16 @@ class Database(ABC):
     def ordered(self, tables: list[list[Part]]) -> list[list[Part]]:
         """The tables of a batch in the order in which they can be written."""
         return tables
+
+    def remove(self, removal: Callable[[], None]) -> None:
+        """Remove rows now, or where that must wait for rows of other tables, when the batch is `settle`d."""
+        removal()
+
+    def settle(self) -> None:  # noqa: B027 - nothing waits unless a database says so
+        """Everything is written: do what had to wait for that."""
+
+    def mark(self, context: TargetContext) -> None:  # noqa: B027 - most have nothing to mark it with
+        """Let the transaction's commit be known as ours."""
 
     @abstractmethod
     def types(self, relation: Relation) -> list[str]:

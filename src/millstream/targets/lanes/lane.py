@@ -47,8 +47,10 @@ class SqlLane:
                 if not _claim(db, self.context, batch.range, batch.end_position):
                     return False
                 failpoint("lane.claimed")
+                db.mark(self.context)
                 for parts in db.ordered(by_table(batch.parts)):
                     self._write(db, parts)
+                db.settle()
                 batch.check_complete()
                 failpoint("lane.written")
             failpoint("lane.committed")

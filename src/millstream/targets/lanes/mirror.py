@@ -6,7 +6,7 @@ The version of a row (`_ms_seq`) stands beside it; a write with an older version
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import partial, reduce
 
 import numpy as np
 import pyarrow as pa
@@ -48,7 +48,7 @@ def _append(db: Database, prepared: Prepared, changes: pa.Table, soft: bool) -> 
         )
     cut = np.flatnonzero(op == Op.TRUNCATE)
     if len(cut):
-        _Mirror(db, prepared, soft).truncate(int(changes[SEQ][int(cut[-1])].as_py()))
+        db.remove(partial(_Mirror(db, prepared, soft).truncate, int(changes[SEQ][int(cut[-1])].as_py())))
         changes = changes.slice(int(cut[-1]) + 1)
     if changes.num_rows:
         everything = np.arange(changes.num_rows)
@@ -69,11 +69,11 @@ class _Mirror:
         if found.missing:
             raise self._missing(len(found.missing))
         if found.truncated is not None:
-            self.truncate(found.truncated)
+            self._db.remove(partial(self.truncate, found.truncated))
         keeping = reduce(np.logical_or, found.kept.values()) if found.kept else np.zeros(found.rows.num_rows, bool)
         kept = self._stage_kept(found, np.flatnonzero(keeping)) if found.kept else None
         if found.gone.num_rows:
-            self._delete(found)
+            self._db.remove(partial(self._delete, found.gone))
         if kept is not None:
             self._update_in_place(found, kept)
             self._upsert(kept, only="s.m")
@@ -89,13 +89,13 @@ class _Mirror:
         else:
             self._db.run(f"{change} WHERE _ms_seq < ? AND NOT _ms_deleted", (seq, seq))
 
-    def _delete(self, found: Latest) -> None:
+    def _delete(self, gone: pa.Table) -> None:
         it = self._it
         values = [
-            Values(ColumnDef(f"c{at}", it.columns[number].type), whole(found.gone[name]))
+            Values(ColumnDef(f"c{at}", it.columns[number].type), whole(gone[name]))
             for at, (name, number) in enumerate(zip(it.key, self._numbers, strict=True))
         ]
-        values.append(Values(ColumnDef("v", "bigint"), whole(found.gone[SEQ])))
+        values.append(Values(ColumnDef("v", "bigint"), whole(gone[SEQ])))
         stage = self._db.stage(f"gone_{it.relation_id}", values)
         if self._soft:
             self._db.run(
@@ -169,7 +169,7 @@ class _Mirror:
         """The rows as c0, c1 .. and their version v."""
         named = self.named(found, rows)
         numbered = [
-            Values(ColumnDef(f"c{number}", values.column.type), values.array, values.special)
+            Values(ColumnDef(f"c{number}", values.column.type), values.array, values.special, values.of)
             for number, values in enumerate(named[:-1])
         ]
         return [*numbered, Values(ColumnDef("v", "bigint"), named[-1].array)]
@@ -178,7 +178,10 @@ class _Mirror:
         """The rows under the names of the table's columns, and their version."""
         table = found.rows if len(rows) == found.rows.num_rows else found.rows.take(whole_numbers(rows))
         special = {name: texts.take(whole_numbers(rows)) for name, texts in found.special.items()}
-        values = [Values(column, whole(table[column.name]), special.get(column.name)) for column in self._it.columns]
+        values = [
+            Values(column, whole(table[column.name]), special.get(column.name), f"{self._it.name}.{column.name}")
+            for column in self._it.columns
+        ]
         return [*values, Values(ColumnDef(SEQ, "bigint"), whole(table[SEQ]))]
 
 

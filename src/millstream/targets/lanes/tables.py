@@ -43,7 +43,9 @@ def prepare(
     db: Database, relation: Relation, relation_id: int, context: TargetContext, options: LaneOptions
 ) -> Prepared:
     """Make the table if it is missing, add what it lacks. Raises TargetRefused when it cannot hold the relation."""
-    known = db.known.get(relation)
+    # A connection may serve several streams: what one of them may write is not another's.
+    about = (relation, relation_id, context.stream, context.target, options.write, options.deletes)
+    known = db.known.get(about)
     if isinstance(known, Prepared):
         return known
     names = [column.name for column in exposed(relation).columns]
@@ -58,7 +60,7 @@ def prepare(
     else:
         wanted = _complete(db, relation, wanted, own, there)
     prepared = Prepared(relation_id, relation.table, db.table(relation), tuple(wanted), key)
-    db.known[relation] = prepared
+    db.known[about] = prepared
     return prepared
 
 

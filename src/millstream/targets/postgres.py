@@ -1,0 +1,314 @@
+"""Target `postgres`: mirrors or changelogs in another Postgres, with the source's own types, exactly once.
+
+Rows go by COPY into temporary tables of the session, and from there with one statement per table
+into the mirror. Our own tables are in the schema `_millstream`.
+
+A session that may do so runs with `session_replication_role = replica`, as replication of Postgres
+itself does: foreign keys and triggers are the source's affair. One that may not writes parents
+first and deletes last. Where the role may, commits carry a replication origin, by which a capture of
+this database can tell them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from graphlib import CycleError, TopologicalSorter
+from typing import Any, Self
+
+import psycopg
+
+from millstream.changelog import METADATA
+from millstream.errors import TargetRefused
+from millstream.model import Column, Relation
+from millstream.targets.base import Part, TargetContext
+from millstream.targets.lanes import sessions
+from millstream.targets.lanes.copy_text import copy_text
+from millstream.targets.lanes.database import OWN, ColumnDef, Database, LaneOptions, Values, quoted
+from millstream.targets.lanes.lane import LaneTarget
+from millstream.targets.lanes.sessions import Session, errors
+from millstream.targets.postgres_options import PostgresTargetOptions
+
+_METADATA = (
+    "text",
+    "bigint",
+    "text",
+    "integer",
+    "timestamptz",
+    "bigint",
+    "text",
+    "boolean",
+    "integer",
+    "jsonb",
+    "jsonb",
+    "jsonb",
+)
+
+_FIRST_OF_USERS = 16_384
+_NOT_HERE = {
+    *(2205, 2206, 24, 2202, 2203, 2204, 3734, 3769, 4089, 4096, 4191),
+    *(2210, 2211, 1008, 2207, 2208, 2209, 3735, 3770, 4090, 4097, 4192),
+    *(194, 3361, 3402, 5017, 4600, 4601, 3642, 3644, 1033, 1034),
+}
+"""Types whose values mean objects of the source's own server, or that take no input: text here."""
+
+_WIDER = {
+    "smallint": {"integer", "bigint", "numeric"},
+    "integer": {"bigint", "numeric"},
+    "bigint": {"numeric"},
+    "real": {"double precision"},
+}
+_ANYTHING = {"text", "character varying"}
+_MARK = re.compile(r'"(?:[^"]|"")*"|\?')
+
+
+_NO_ORIGIN = (
+    psycopg.errors.InsufficientPrivilege,
+    psycopg.errors.ConfigurationLimitExceeded,
+    psycopg.errors.ObjectNotInPrerequisiteState,
+    psycopg.errors.UndefinedFunction,
+)
+"""The role may not, or the server keeps no origins: commits go without."""
+
+
+class PostgresTarget(LaneTarget):
+    """The driver side. See `targets.base.Target` for the contract."""
+
+    def __init__(self, options: PostgresTargetOptions) -> None:
+        super().__init__(PostgresDatabase, options)
+        self._uri, self._auth_ref = options.uri, options.auth_ref
+
+    def close(self) -> None:
+        super().close()
+        sessions.close_idle(self._uri, self._auth_ref)
+
+
+class PostgresDatabase(Database):
+    """A session of the target, taken for one transaction."""
+
+    kind = "postgres"
+    boolean = "boolean"
+    case_matters = True
+
+    def __init__(self, options: LaneOptions) -> None:
+        super().__init__(options)
+        assert isinstance(options, PostgresTargetOptions)  # noqa: S101 - for the type checker
+        self._uri, self._auth_ref = options.uri, options.auth_ref
+        self._taken: Session | None = None
+        self._filled: set[str] = set()
+        self._removals: list[Callable[[], None]] | None = None
+
+    def __enter__(self) -> Self:
+        self._taken = sessions.take(self._uri, self._auth_ref)
+        self.where = self._taken.where
+        self.known = self._taken.known
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        session, self._taken = self._taken, None
+        if session is None:
+            return
+        if error[0] is None and not session.connection.closed:
+            sessions.give_back(self._uri, self._auth_ref, session)
+        else:
+            # What it knows, and what it staged, may have been rolled back.
+            session.connection.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        self._filled = set()
+        self.run("BEGIN")
+        try:
+            yield
+        except BaseException:
+            self._session.connection.close()
+            raise
+        self.run("COMMIT")
+        if self._session.marked:
+            self.run("SELECT pg_replication_origin_session_reset()")
+            self._session.marked = False
+
+    def run(self, statement: str, parameters: Sequence[Any] = ()) -> int:
+        return self._execute(statement, parameters).rowcount
+
+    def rows(self, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        return self._execute(statement, parameters).fetchall()
+
+    def own(self, name: str) -> str:
+        return f"_millstream.{quoted(name)}"
+
+    def create_own(self) -> None:
+        self._make_schema("_millstream")
+        for name, columns in OWN.items():
+            if self.rows("SELECT to_regclass(?) IS NULL", (self.own(name),)) == [(True,)]:
+                self.run(f"CREATE TABLE IF NOT EXISTS {self.own(name)} {columns}")
+
+    def table(self, relation: Relation) -> str:
+        return f"{quoted(relation.schema)}.{quoted(relation.name)}"
+
+    def columns(self, relation: Relation) -> dict[str, str] | None:
+        found = self.rows(
+            "SELECT attname, format_type(atttypid, atttypmod) FROM pg_attribute WHERE attrelid = to_regclass(?) "
+            "AND attnum > 0 AND NOT attisdropped ORDER BY attnum",
+            (self.table(relation),),
+        )
+        return dict(found) or None
+
+    def types(self, relation: Relation) -> list[str]:
+        return [self._type(column) for column in relation.columns]
+
+    def metadata_types(self) -> dict[str, str]:
+        return dict(zip(METADATA, _METADATA, strict=True))
+
+    def fits(self, wanted: str, there: str) -> bool:
+        full = {"timestamptz": "timestamp with time zone"}.get(wanted, wanted)
+        bare = re.sub(r"\(.*\)", "", full)
+        return there == full or there in _ANYTHING or there in _WIDER.get(full, set()) or (there == bare == "numeric")
+
+    def create(self, relation: Relation, columns: Sequence[ColumnDef], key: Sequence[str]) -> None:
+        self._make_schema(relation.schema)
+        super().create(relation, columns, key)
+
+    def insert(self, table: str, values: Sequence[Values]) -> None:
+        names = ", ".join(quoted(each.column.name) for each in values)
+        rows = copy_text(values)
+        session = self._session
+        with (
+            errors(session.where, values, stale=session.used_before),
+            session.connection.cursor() as cursor,
+            cursor.copy(f"COPY {table} ({names}) FROM STDIN".encode()) as copy,
+        ):
+            copy.write(memoryview(rows))
+
+    def stage(self, name: str, values: Sequence[Values]) -> str:
+        table = f"pg_temp.{quoted(name)}"
+        columns = tuple(each.column for each in values)
+        staged = self._session.staged
+        if staged.get(name) != columns:
+            lines = ", ".join(f"{quoted(column.name)} {column.type}" for column in columns)
+            if name in staged:
+                self.run(f"DROP TABLE {table}")
+            self.run(f"CREATE TEMPORARY TABLE {quoted(name)} ({lines}) ON COMMIT DELETE ROWS")
+            staged[name] = columns
+        elif name in self._filled:
+            self.run(f"TRUNCATE {table}")
+        self._filled.add(name)
+        self.insert(table, values)
+        return table
+
+    # Foreign keys
+
+    def ordered(self, tables: list[list[Part]]) -> list[list[Part]]:
+        """Parents first, where the session must care."""
+        self._removals = None
+        if self._session.replica:
+            return tables
+        numbers = {(parts[0].relation.schema, parts[0].relation.name): at for at, parts in enumerate(tables)}
+        parents = self._parents(numbers)
+        if not parents:
+            return tables
+        self._removals = []
+        self.run("SET CONSTRAINTS ALL DEFERRED")
+        try:
+            order = list(TopologicalSorter(parents).static_order())
+        except CycleError as cycle:
+            names = ", ".join(sorted({tables[at][0].relation.table for at in cycle.args[1]}))
+            raise TargetRefused(
+                f"{self.where}: the foreign keys of {names} go round in a circle, and are checked at once",
+                hint="make one of them DEFERRABLE, or allow the role to SET session_replication_role",
+            ) from None
+        return [tables[at] for at in order]
+
+    def _parents(self, numbers: dict[tuple[str, str], int]) -> dict[int, set[int]]:
+        """By table those of the batch that it refers to; empty when no table of the batch has such a key at all."""
+        found = self.rows(
+            "SELECT cn.nspname, c.relname, pn.nspname, p.relname, k.condeferrable FROM pg_constraint k "
+            "JOIN pg_class c ON c.oid = k.conrelid JOIN pg_namespace cn ON cn.oid = c.relnamespace "
+            "JOIN pg_class p ON p.oid = k.confrelid JOIN pg_namespace pn ON pn.oid = p.relnamespace "
+            "WHERE k.contype = 'f'"
+        )
+        parents: dict[int, set[int]] = {at: set() for at in numbers.values()}
+        concerned = False
+        for schema, name, parent_schema, parent, deferrable in found:
+            child, above = numbers.get((schema, name)), numbers.get((parent_schema, parent))
+            concerned = concerned or child is not None or above is not None
+            if child is not None and above is not None and child != above and not deferrable:
+                parents[child].add(above)
+        return parents if concerned else {}
+
+    def remove(self, removal: Callable[[], None]) -> None:
+        if self._removals is None:
+            removal()
+        else:
+            self._removals.append(removal)
+
+    def settle(self) -> None:
+        for removal in reversed(self._removals or []):
+            removal()
+
+    # Loops
+
+    def mark(self, context: TargetContext) -> None:
+        """Let the commit carry an origin of this stream and target, where the role and the server allow it."""
+        session, name = self._session, f"millstream_{context.stream}_{context.target}"
+        if name not in session.origins:
+            session.origins[name] = self._try_origin(name)
+        elif session.origins[name]:
+            self.rows("SELECT pg_replication_origin_session_setup(?)", (name,))
+        session.marked = session.origins[name]
+
+    def _try_origin(self, name: str) -> bool:
+        connection = self._session.connection
+        try:
+            with errors(self.where, passing=_NO_ORIGIN), connection.transaction():
+                ((known,),) = connection.execute("SELECT pg_replication_origin_oid($1)", (name,)).fetchall()
+                if known is None:
+                    connection.execute("SELECT pg_replication_origin_create($1)", (name,))
+                connection.execute("SELECT pg_replication_origin_session_setup($1)", (name,))
+        except _NO_ORIGIN:
+            return False
+        return True
+
+    # Types
+
+    def _type(self, column: Column) -> str:
+        oid, modifier = column.type_oid, column.type_mod
+        if oid in _NOT_HERE:
+            return "text[]" if column.element_type_oid else "text"
+        if oid >= _FIRST_OF_USERS:
+            named = self._named_type(column.type_name)
+            if named is not None:
+                return named
+            if column.base_type_oid is None or column.base_type_oid >= _FIRST_OF_USERS:
+                return "text[]" if column.element_type_oid else "text"
+            oid, modifier = column.base_type_oid, -1 if column.base_type_mod is None else column.base_type_mod
+        ((name,),) = self.rows("SELECT format_type(?::oid, ?::integer)", (oid, modifier))
+        return str(name) if name and name != "???" else "text"
+
+    def _named_type(self, name: str | None) -> str | None:
+        """A type that somebody made here too, under the same name."""
+        if name is None:
+            return None
+        ((found,),) = self.rows("SELECT to_regtype(?) IS NOT NULL", (name,))
+        return name if found else None
+
+    def _make_schema(self, name: str) -> None:
+        if self.rows("SELECT to_regnamespace(?) IS NULL", (quoted(name),)) == [(True,)]:
+            self.run(f"CREATE SCHEMA IF NOT EXISTS {quoted(name)}")
+
+    # Statements
+
+    @property
+    def _session(self) -> Session:
+        if self._taken is None:
+            raise TargetRefused("the Postgres target is not open")
+        return self._taken
+
+    def _execute(self, statement: str, parameters: Sequence[Any]) -> psycopg.Cursor[tuple[Any, ...]]:
+        session = self._session
+        if parameters:
+            numbers = iter(range(1, len(parameters) + 1))
+            statement = _MARK.sub(lambda m: f"${next(numbers)}" if m[0] == "?" else m[0], statement)
+        with errors(session.where, stale=session.used_before):
+            return session.connection.execute(statement.encode(), tuple(parameters) or None)
