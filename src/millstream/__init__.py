@@ -12,13 +12,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from millstream.config import load_streams
     from millstream.engine.changes import Changes, changes
+    from millstream.engine.engine import Engine
     from millstream.engine.home import Home
+    from millstream.engine.replicator import Replicator
     from millstream.engine.runner import run
-    from millstream.engine.status import home_status
+    from millstream.engine.status import StreamStatus, TableStatus, TargetStatus, home_status
     from millstream.errors import MillstreamError
     from millstream.fold import fold_with_spark
     from millstream.journal import JournalReader, open_slice, verify
-    from millstream.model import BatchLimits, Cursor, Mode, Relation, SeqRange, SourceSpec, StreamSpec, TargetSpec
+    from millstream.model import (
+        BatchLimits,
+        Checkpoint,
+        Cursor,
+        Mode,
+        Relation,
+        SeqRange,
+        SourceSpec,
+        StreamSpec,
+        StreamState,
+        TargetSpec,
+    )
     from millstream.observe import Event, Level, Observer, Observers
 
 __version__ = "0.1.0"
@@ -26,7 +39,9 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchLimits",
     "Changes",
+    "Checkpoint",
     "Cursor",
+    "Engine",
     "Event",
     "Home",
     "JournalReader",
@@ -36,10 +51,15 @@ __all__ = [
     "Observer",
     "Observers",
     "Relation",
+    "Replicator",
     "SeqRange",
     "SourceSpec",
     "StreamSpec",
+    "StreamState",
+    "StreamStatus",
+    "TableStatus",
     "TargetSpec",
+    "TargetStatus",
     "changes",
     "fold_with_spark",
     "home_status",
@@ -52,20 +72,24 @@ __all__ = [
 _ROOMS = {
     "millstream.config": ("load_streams",),
     "millstream.engine.changes": ("Changes", "changes"),
+    "millstream.engine.engine": ("Engine",),
     "millstream.engine.home": ("Home",),
+    "millstream.engine.replicator": ("Replicator",),
     "millstream.engine.runner": ("run",),
-    "millstream.engine.status": ("home_status",),
+    "millstream.engine.status": ("StreamStatus", "TableStatus", "TargetStatus", "home_status"),
     "millstream.errors": ("MillstreamError",),
     "millstream.fold": ("fold_with_spark",),
     "millstream.journal": ("JournalReader", "open_slice", "verify"),
     "millstream.model": (
         "BatchLimits",
+        "Checkpoint",
         "Cursor",
         "Mode",
         "Relation",
         "SeqRange",
         "SourceSpec",
         "StreamSpec",
+        "StreamState",
         "TargetSpec",
     ),
     "millstream.observe": ("Event", "Level", "Observer", "Observers"),

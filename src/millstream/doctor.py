@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millstream.errors import MillstreamError
-from millstream.model import Json
+from millstream.model import Json, SourceSpec
 
 OLDEST_PYTHON = (3, 11)
 PYSPARK = ((4, 2), (4, 4))
@@ -64,7 +64,7 @@ def examine(home: Path) -> list[Found]:
         check_psycopg,
         check_embedded,
     ]
-    return [check() for check in checks]
+    return [*(check() for check in checks), *check_slots(home)]
 
 
 def is_fit(findings: list[Found]) -> bool:
@@ -173,6 +173,46 @@ def check_embedded() -> Found:
     versions = " and ".join(str(version) for version in sorted(FOLDERS, reverse=True))
     found = f"Postgres {versions} ({WHEEL} {_version(WHEEL)})"
     return Found("embedded", State.OK, f"{found}, run as {account.name}" if account.switched else found)
+
+
+def check_slots(home: Path) -> list[Found]:
+    """Slots with our prefix that no source of this home owns and nobody reads, on the servers that the home knows."""
+    from millstream.config.definition import from_definition
+    from millstream.engine.home import Home
+
+    place = Home(home)
+    if not place.state_path.exists() or _version("psycopg") is None:
+        return []
+    try:
+        store = place.open_state(read_only=True)
+        streams = [from_definition(store.get_stream(name) or {}) for name in store.list_streams()]
+        store.close()
+    except MillstreamError as error:
+        return [Found("slots", State.WARNING, error.message, error.hint)]
+    sources = {stream.source.name: stream.source for stream in streams if stream.source.kind == "postgres"}
+    found: dict[str, Found] = {}
+    for source in sources.values():
+        found |= {one.found: one for one in _slots_on(source, list(sources.values()))}
+    return list(found.values())
+
+
+def _slots_on(source: SourceSpec, sources: list[SourceSpec]) -> list[Found]:
+    from millstream.sources.postgres.orphans import orphan_slots
+
+    try:
+        orphans = orphan_slots(source, sources)
+    except MillstreamError as error:
+        return [Found("slots", State.WARNING, f"source {source.name}: {error.message}", error.hint)]
+    return [
+        Found(
+            "slots",
+            State.WARNING,
+            f"{slot.name} of database {slot.database}: nobody reads it and no source of this home owns it; "
+            f"it keeps {slot.retained_bytes >> 20} MiB of log",
+            f"if no other home does either: SELECT pg_drop_replication_slot('{slot.name}')",
+        )
+        for slot in orphans
+    ] or [Found("slots", State.OK, f"none without an owner on the server of source {source.name}")]
 
 
 def _version(distribution: str) -> str | None:

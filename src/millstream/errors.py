@@ -22,6 +22,10 @@
     │       └── MissingBase    a row lacks a value that its change did not send and nobody has
     ├── SchemaChanged          a table's columns are no longer those that a DataFrame was made with
     ├── StateError             the state store cannot be read or written
+    │   └── UnknownStream      the home has no stream, or the stream no target, of that name
+    ├── NotReady               a stream did not come to run in time, or has failed
+    ├── NotSupported           what was asked is known, but this version cannot do it
+    ├── RequestFailed          the process that runs the home could not do what it was asked, or did not answer
     ├── HomeLocked             another process runs on this home
     └── BenchError
         ├── BenchRefused       no figure can be taken now: another bench runs, or the machine is busy
@@ -149,6 +153,22 @@ class SchemaChanged(MillstreamError):
 
 class StateError(MillstreamError):
     """The state store cannot be read or written."""
+
+
+class UnknownStream(StateError):
+    """There is no stream, or no target of a stream, of the name that was given."""
+
+
+class NotReady(MillstreamError):
+    """A stream did not come to run in time, or cannot. The message says what it waits for."""
+
+
+class NotSupported(MillstreamError):
+    """What was asked for is known, but not built in this version. Nothing was changed."""
+
+
+class RequestFailed(MillstreamError):
+    """The process that runs the home could not do what it was asked to, or did not answer in time."""
 
 
 class HomeLocked(MillstreamError):

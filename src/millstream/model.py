@@ -55,6 +55,8 @@ class StreamState(enum.StrEnum):
     """Where a stream (or one of its targets) stands in its life."""
 
     CREATED = "created"
+    SNAPSHOT = "snapshot"
+    """Its tables are being copied. (No stream of this version is ever here: modes that copy are refused.)"""
     CATCHING_UP = "catching_up"
     RUNNING = "running"
     PAUSED = "paused"

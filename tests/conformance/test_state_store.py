@@ -16,7 +16,7 @@ import pytest
 
 from millstream.errors import StateError
 from millstream.model import Cursor, StreamState
-from millstream.state.base import EpochRecord, Runtime, StateStore
+from millstream.state.base import EpochRecord, Fault, Runtime, StateStore, Tally, Total
 from millstream.state.memory import HISTORY, MemoryStateStore
 from millstream.state.sqlite import SqliteStateStore
 
@@ -181,6 +181,71 @@ def test_deleting_a_stream_forgets_all_of_it_and_nothing_else(store: StateStore)
     assert [c.seq for c in store.cursor_history("bank", "log")] == [1]
 
 
+def test_totals_move_with_the_cursor_and_only_with_it(store: StateStore) -> None:
+    store.save_cursor(cursor(5), [Tally("public.orders", 3, 100, 4), Tally("public.items", 2, 50, 5)])
+    store.save_cursor(cursor(7), [Tally("public.orders", 2, 30, 7)])
+    with pytest.raises(StateError, match="go back"):
+        store.save_cursor(cursor(6), [Tally("public.orders", 99, 99, 6)])
+    store.save_cursor(cursor(1, stream="bank"), [Tally("public.orders", 1, 1, 1)])
+    assert store.totals("shop") == [
+        Total("shop", "log", "public.items", 2, 50, 5),
+        Total("shop", "log", "public.orders", 5, 130, 7),
+    ]
+    store.delete_stream("shop")
+    assert store.totals() == [Total("bank", "log", "public.orders", 1, 1, 1)]
+
+
+def test_pauses_and_deletions_are_remembered_until_the_stream_is_gone(store: StateStore) -> None:
+    store.set_paused("shop", "log", True)
+    store.set_paused("shop", "log", True)
+    store.set_paused("shop", "", True)
+    store.set_paused("bank", "", True)
+    store.set_paused("shop", "", False)
+    store.set_paused("shop", "", False)
+    assert (store.paused("shop"), store.paused("bank"), store.paused("none")) == ({"log"}, {""}, set())
+    store.begin_deletion("shop", {"keep_slot": False})
+    store.begin_deletion("shop", {"keep_slot": True})
+    store.begin_deletion("bank", {})
+    assert store.deletions() == {"shop": {"keep_slot": True}, "bank": {}}
+    store.save_ack("main", 7)
+    store.save_ack("other", 8)
+    store.delete_stream("shop", source="main")
+    store.delete_stream("bank")
+    store.delete_stream("bank")
+    assert (store.deletions(), store.paused("shop"), store.paused("bank")) == ({}, set(), set())
+    assert (store.get_ack("main"), store.get_ack("other")) == (None, 8)
+
+
+def test_faults_come_newest_first_and_are_bounded(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millstream.state.sqlite.FAULTS", 3)
+    monkeypatch.setattr("millstream.state.memory.FAULTS", 3)
+    for number in range(5):
+        store.add_fault(Fault("shop", "log", "delivery.retry", f"number {number}", AT))
+    store.add_fault(Fault("bank", "", "capture.halted", "the slot is gone", AT))
+    assert [fault.message for fault in store.faults("shop")] == ["number 4", "number 3", "number 2"]
+    assert store.faults("bank") == [Fault("bank", "", "capture.halted", "the slot is gone", AT)]
+    store.delete_stream("shop")
+    assert store.faults("shop") == []
+
+
+def test_a_request_is_answered_or_withdrawn_never_both(store: StateStore) -> None:
+    first, second = store.submit("pause", {"name": "shop"}), store.submit("delete", {"name": "bank"})
+    assert [(one.id, one.verb, one.arguments) for one in store.pending()] == [
+        (first, "pause", {"name": "shop"}),
+        (second, "delete", {"name": "bank"}),
+    ]
+    store.answer(first, {"result": {}})
+    assert not store.withdraw(first)
+    answered = store.get_request(first)
+    assert answered is not None
+    assert answered.answer == {"result": {}}
+    assert store.withdraw(second)
+    assert not store.withdraw(second)
+    store.answer(second, {"result": {}})
+    assert (store.get_request(second), store.pending()) == (None, [])
+    assert store.submit("resume", {}) > second, "an id never means another request"
+
+
 def test_threads_may_write_and_read_at_once(store: StateStore) -> None:
     errors: list[Exception] = []
 
@@ -342,8 +407,25 @@ def test_a_store_of_another_version_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "state.db") as db:
         db.execute("pragma user_version = 99")
     db.close()
-    with pytest.raises(StateError, match="has version 99, this program knows version 1"):
+    with pytest.raises(StateError, match="has version 99, this program knows version 2"):
         SqliteStateStore(tmp_path / "state.db")
+
+
+def test_a_store_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> None:
+    path = tmp_path / "state.db"
+    store = SqliteStateStore(path)
+    store.save_cursor(cursor(4))
+    store.close()
+    with sqlite3.connect(path) as db:
+        for table in ("totals", "pauses", "deletions", "faults", "requests"):
+            db.execute(f"drop table {table}")
+        db.execute("pragma user_version = 1")
+    db.close()
+    with pytest.raises(StateError, match="written by an older version"):
+        SqliteStateStore(path, read_only=True)
+    store = SqliteStateStore(path)
+    assert (store.get_cursor("shop", "log"), store.totals(), store.pending()) == (cursor(4), [], [])
+    store.close()
 
 
 @pytest.mark.parametrize("read_only", [True, False])

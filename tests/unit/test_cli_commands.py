@@ -231,7 +231,7 @@ def test_version_is_the_packages() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["run"], "Missing argument 'FILE...'"),
+        (["run"], "no stream file is named, and the home"),
         (["run", "missing.yaml"], "missing.yaml: cannot be read: No such file or directory"),
         (["run", "x.yaml", "--ones"], "No such option: --ones"),
         (["runn"], "No such command 'runn'"),

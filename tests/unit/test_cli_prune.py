@@ -213,7 +213,7 @@ def test_a_run_tells_capture_what_nobody_needs(home: Home, journal: Journal) -> 
     know(home, "shop", "  retention: {age: 1h}")
     store = home.open_state()
     (stream,) = load_streams([home.path / "shop.yaml"])
-    capture = Capture(stream.source, home, store, Observers())
+    capture = Capture(stream.source, [stream], home, store, Observers())
     told = Told()
     capture._supervisor = told  # type: ignore[assignment]
     capture.retain()

@@ -19,6 +19,7 @@ from millstream.cli.journal import journal
 from millstream.cli.output import report_error
 from millstream.cli.run import run
 from millstream.cli.status import status
+from millstream.cli.streams import apply, delete, list_streams, pause, resume
 from millstream.errors import ConfigError, MillstreamError
 
 
@@ -62,7 +63,12 @@ def version() -> None:
 app.command()(demo)
 app.command()(run)
 app.command()(check)
+app.command()(apply)
+app.command(name="list")(list_streams)
 app.command()(status)
+app.command()(pause)
+app.command()(resume)
+app.command()(delete)
 app.add_typer(journal, name="journal")
 app.command()(doctor)
 app.command()(bench)

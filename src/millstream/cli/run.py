@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def run(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Stream files.", show_default=False)],
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[FILE...]", help="Stream files. None: all streams of the home.", show_default=False),
+    ] = None,
     once: Annotated[bool, typer.Option("--once", help="Deliver what is committed now, then exit.")] = False,
     home: Home = None,
     master: Annotated[str | None, typer.Option(help="Spark master. Default: local, by the number of cores.")] = None,
@@ -27,21 +30,37 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", help="Say only what is wrong.")] = False,
     json_logs: Annotated[bool, typer.Option("--json-logs", help="Log one JSON object a line.")] = False,
 ) -> None:
-    """Run streams until SIGTERM or Ctrl-C: the batch is finished and saved, then exit 0."""
+    """Run streams until SIGTERM or Ctrl-C: the batch is finished and saved, then exit 0.
+
+    Without a file, all streams of the home; other commands may add more at any time.
+    """
     from millstream.config import load_streams
     from millstream.engine.home import Home as HomeDirectory
 
     # Before Spark is imported: a wrong file is told at once.
-    streams = load_streams(files, on_warning=report_warning)
+    streams = load_streams(files or [], on_warning=report_warning)
     from millstream.engine import runner
     from millstream.spark.session import user_settings
 
     settings = user_settings(conf or [])
     directory = HomeDirectory.locate(home)
+    if not streams:
+        _refuse_nothing(directory)
     with ExitStack() as stack:
         observers = _observers(stack, directory, quiet=quiet, json_logs=json_logs)
         code = runner.run(streams, home=directory, once=once, master=master, observers=observers, conf=settings)
     raise typer.Exit(code)
+
+
+def _refuse_nothing(home: HomeDirectory) -> None:
+    from millstream.engine.status import home_status
+    from millstream.errors import ConfigError
+
+    if not home_status(home).streams:
+        raise ConfigError(
+            f"no stream file is named, and the home {home.path} has no streams",
+            hint="name one (millstream run FILE), or put a stream there first: millstream apply FILE",
+        )
 
 
 def _observers(stack: ExitStack, home: HomeDirectory, *, quiet: bool, json_logs: bool) -> Observers:

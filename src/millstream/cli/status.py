@@ -11,7 +11,14 @@ from millstream.cli.output import Home, Json, console, print_json, seconds, size
 if TYPE_CHECKING:
     from millstream.engine.status import HomeStatus, StreamStatus
 
-_STYLES = {"running": "green", "catching_up": "cyan", "failed": "red", "halted": "red", "stopped": "yellow"}
+_STYLES = {
+    "running": "green",
+    "catching_up": "cyan",
+    "failed": "red",
+    "halted": "red",
+    "stopped": "yellow",
+    "paused": "yellow",
+}
 
 
 def status(
@@ -47,6 +54,8 @@ def _print_stream(stream: StreamStatus) -> None:
     source = stream.source
     out.print()
     out.print(Text.assemble(stream.name, "  ", (stream.state.value, _STYLES.get(stream.state.value, ""))))
+    if stream.deleting:
+        out.print(f"  its deletion was interrupted; go on with: millstream delete {stream.name}", style="red")
     if stream.silent:
         out.print(f"  nothing was heard of it since {stream.reported_at:%Y-%m-%d %H:%M:%S} UTC", style="red")
     end = f"seq {source.end_seq:,} at {source.end_position}" if source.end_seq is not None else "empty"
@@ -72,11 +81,19 @@ def _print_stream(stream: StreamStatus) -> None:
             target.position or "-",
             _number(target.lag_events),
             seconds(target.lag_seconds),
-            _number(target.events),
+            _number(target.events_replicated),
             _number(target.batches),
             _number(target.epoch),
         )
     out.print(table)
+    _print_troubles(stream)
+
+
+def _print_troubles(stream: StreamStatus) -> None:
+    """What went wrong, and what to do about it."""
+    out, source = console(), stream.source
+    if stream.errors_last_hour:
+        out.print(f"  {stream.errors_last_hour} errors in the last hour; the last: {stream.last_error}", style="yellow")
     for target in stream.targets:
         if target.retrying:
             out.print(f"  target {target.name}: trying again: {target.retrying}", style="yellow")

@@ -1,12 +1,30 @@
-"""A stream as the state store remembers it: plain JSON, without a secret in it."""
+"""A stream as the state store remembers it: plain JSON, without a secret in it; and the stream back from that."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from millstream.model import Json, StreamSpec
+from millstream.model import (
+    AckPolicy,
+    BatchLimits,
+    Json,
+    Mode,
+    OnLimit,
+    Retention,
+    SourceSpec,
+    StreamSpec,
+    TargetSpec,
+)
 from millstream.secrets import redact
+
+_STARRED = re.compile(
+    r"(?i):\*\*\*(?=@)"  # user:***@host
+    r"|&(?:ssl)?password=\*\*\*|(?<=\?)(?:ssl)?password=\*\*\*&?"  # ?password=***&more
+    r"|\s*(?:ssl)?password\s*=\s*\*\*\*"  # host=... password=***
+)
 
 
 def definition(spec: StreamSpec) -> Json:
@@ -23,3 +41,52 @@ def definition(spec: StreamSpec) -> Json:
         if isinstance(target["options"].get("uri"), str):
             target["options"] = {**target["options"], "uri": redact(target["options"]["uri"])}
     return value
+
+
+def from_definition(value: Mapping[str, Any]) -> StreamSpec:
+    """The stream back. A password that stood in its URI is gone; libpq then looks in PGPASSWORD and .pgpass."""
+    source = value["source"]
+    return StreamSpec(
+        name=value["name"],
+        source=SourceSpec(
+            name=source["name"],
+            kind=source["kind"],
+            uri=_STARRED.sub("", source["uri"]),
+            auth_ref=source["auth_ref"],
+            tables=tuple(source["tables"]),
+            ack=AckPolicy(source["ack"]),
+            max_source_wal=source["max_source_wal"],
+            on_limit=OnLimit(source["on_limit"]),
+            options=source["options"],
+            retention=Retention(**source["retention"]) if source["retention"] else None,
+        ),
+        mode=Mode(value["mode"]),
+        targets=tuple(
+            TargetSpec(
+                name=target["name"],
+                kind=target["kind"],
+                limits=BatchLimits(**target["limits"]),
+                required=target["required"],
+                options=target["options"],
+            )
+            for target in value["targets"]
+        ),
+        commit=value["commit"],
+        checkpoint_interval_ms=value["checkpoint_interval_ms"],
+    )
+
+
+def has_secret(spec: StreamSpec) -> bool:
+    """Whether a password stands in the stream itself: it cannot be written down then without losing it."""
+    return redact(spec.source.uri) != spec.source.uri
+
+
+def same_source(one: SourceSpec, other: SourceSpec) -> bool:
+    """Whether two streams may share a capture: everything but the tables is alike (passwords are not compared)."""
+
+    def alike(source: SourceSpec) -> Json:
+        value = asdict(source)
+        del value["tables"]
+        return {**value, "uri": _STARRED.sub("", redact(source.uri)), "options": dict(source.options)}
+
+    return alike(one) == alike(other)

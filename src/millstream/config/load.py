@@ -16,6 +16,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import BaseModel
 
+from millstream.config.definition import same_source
 from millstream.config.document import read_document
 from millstream.config.kinds import SOURCES, TARGETS, SourceKind, TargetKind, check_pattern, options_model
 from millstream.config.problems import Problem, StreamFileError, in_order, nearest
@@ -279,8 +280,8 @@ def _check_together(found: Sequence[_Found]) -> None:
             report.problem(("name",), f"another stream is named `{spec.name}`, at {where}", "give it a name of its own")
         names.setdefault(spec.name, report)
         other = sources.setdefault(spec.source.name, spec)
-        if other.source != spec.source:
-            hint = "make the two equal, or give one a `name` of its own"
+        if not same_source(other.source, spec.source):
+            hint = "make all but `tables` equal, or give one a `name` of its own"
             message = f"stream `{other.name}` has another source of the name `{spec.source.name}`"
             report.problem(("source",), message, hint)
         for index, target in enumerate(spec.targets):

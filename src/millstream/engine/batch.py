@@ -14,6 +14,7 @@ import millstream.errors
 from millstream.errors import MillstreamError, TargetRefused, TargetUnavailable
 from millstream.model import Json, SeqRange
 from millstream.spark.stage import RECEIPT_DDL, StagePlan, stage_function
+from millstream.state.base import Tally
 from millstream.targets.base import Receipt
 
 
@@ -23,7 +24,7 @@ class BatchResult:
 
     receipts: tuple[Receipt, ...]
     skipped: int
-    """Rows that were left out on purpose: delivered in an earlier incarnation of the journal."""
+    """Rows left out on purpose: of other streams' tables, or delivered in an earlier incarnation of the journal."""
 
     @property
     def rows(self) -> int:
@@ -40,6 +41,17 @@ class BatchResult:
         for receipt in self.receipts:
             counts[receipt.table] += receipt.rows
         return dict(counts)
+
+    @property
+    def tallies(self) -> tuple[Tally, ...]:
+        """What the batch adds to the target's totals."""
+        tables: dict[str, list[Receipt]] = {}
+        for receipt in self.receipts:
+            tables.setdefault(receipt.table, []).append(receipt)
+        return tuple(
+            Tally(table, sum(r.rows for r in parts), sum(r.bytes for r in parts), max(r.last_seq for r in parts))
+            for table, parts in sorted(tables.items())
+        )
 
 
 def run_batch(frame: DataFrame, plan: StagePlan, span: SeqRange) -> BatchResult:

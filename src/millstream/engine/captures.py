@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from millstream.engine.capture_order import CaptureOrder
@@ -13,7 +14,7 @@ from millstream.engine.home import Home
 from millstream.engine.rebase import RebaseRequest, finish_rebase
 from millstream.engine.status import CaptureReport
 from millstream.engine.supervisor import Supervisor
-from millstream.errors import ConfigError, JournalMismatch, MillstreamError, SourceUnavailable
+from millstream.errors import JournalMismatch, MillstreamError, SourceUnavailable
 from millstream.journal import JournalReader, check_cursor
 from millstream.journal.format import SEGMENT_BYTES
 from millstream.model import SourceSpec, StreamSpec
@@ -22,11 +23,19 @@ from millstream.state.base import StateStore
 
 
 class Capture:
-    """One source: its process, its journal, and the streams that read it."""
+    """One source: its process, its journal, and all streams of the home that read it, running or not.
 
-    def __init__(self, source: SourceSpec, home: Home, store: StateStore, observer: Observer) -> None:
+    `acknowledge`, `retain`, `release` and `report` may be called from another thread than the rest.
+    """
+
+    def __init__(
+        self, source: SourceSpec, streams: Sequence[StreamSpec], home: Home, store: StateStore, observer: Observer
+    ) -> None:
         self.source = source
-        self.streams: list[StreamSpec] = []
+        self.streams = tuple(streams)
+        self.failure: MillstreamError | None = None
+        """Why the process was never started, if it was not."""
+        self._guard = threading.RLock()
         self._home = home
         self._store = store
         self._path: Path = home.journal_path(source.name)
@@ -50,11 +59,12 @@ class Capture:
     @property
     def error(self) -> MillstreamError | None:
         """Why capture cannot go on without a person."""
-        return self._supervisor.error if self._supervisor and self._supervisor.state == "halted" else None
+        supervisor = self._supervisor
+        return self.failure or (supervisor.error if supervisor and supervisor.state == "halted" else None)
 
-    def check(self) -> None:
-        """Compare cursors and journal before capture can write a row into one that is not theirs."""
-        cursors = [cursor for stream in self.streams for cursor in self._store.cursors(stream.name)]
+    def check(self, streams: Iterable[str]) -> None:
+        """Compare the streams' cursors and the journal before capture can write a row into one that is not theirs."""
+        cursors = [cursor for stream in streams for cursor in self._store.cursors(stream)]
         if (self._path / "journal.json").exists():
             for cursor in cursors:
                 if self._request is None:
@@ -74,8 +84,23 @@ class Capture:
         # Small segments let tests roll and seal a journal in seconds instead of hours.
         size = int(os.environ.get("MILLSTREAM_SEGMENT_BYTES", SEGMENT_BYTES))
         order = CaptureOrder(self.source, self._path, expected, rebase, size)
-        self._supervisor = Supervisor(order, self._observer)
-        self._supervisor.start()
+        with self._guard:
+            self.failure = None
+            self._supervisor = Supervisor(order, self._observer)
+            self._supervisor.start()
+
+    def change(self, source: SourceSpec, streams: Sequence[StreamSpec]) -> None:
+        """Serve other streams from now on. A running process is started again if it has to read something else."""
+        with self._guard:
+            self.streams = tuple(streams)
+            changed, self.source = source != self.source, source
+        if changed and self._supervisor is not None:
+            self.restart()
+
+    def restart(self) -> None:
+        """Stop the process, whatever its state, and start one anew."""
+        self.stop()
+        self.start()
 
     def await_first_word(self, seconds: float) -> None:
         """Wait until the source has answered one way or the other, so that what is wrong is told at once."""
@@ -109,8 +134,16 @@ class Capture:
 
     def acknowledge(self) -> None:
         """Tell capture what all streams of this source have, by their policies."""
-        if self._request is not None or "journal_id" not in self._current().last_status:
-            return
+        with self._guard:
+            if self._begun() and self.streams:
+                self._acknowledge()
+
+    def _begun(self) -> bool:
+        """Whether a process has opened the journal that the cursors speak of."""
+        supervisor = self._supervisor
+        return self._request is None and supervisor is not None and "journal_id" in supervisor.last_status
+
+    def _acknowledge(self) -> None:
         header, head = self._reader.header(), self._reader.head()
         positions = [
             ack_position(
@@ -132,18 +165,23 @@ class Capture:
 
     def release(self, planned_before: float) -> None:
         """No running batch was planned before this Unix time."""
-        self._current().send_planned_before(planned_before)
+        if self._supervisor is not None:
+            self._supervisor.send_planned_before(planned_before)
 
     def retain(self) -> None:
         """Tell capture what nobody needs any more, if its journal has limits."""
-        begun = self._request is None and "journal_id" in self._current().last_status
-        if begun and self.source.retention is not None:
-            header = self._reader.header()
-            self._current().send_lowest(lowest(holders(self._store, self.source.name, header), header))
+        with self._guard:
+            if self._begun() and self.source.retention is not None:
+                header = self._reader.header()
+                self._current().send_lowest(lowest(holders(self._store, self.source.name, header), header))
 
     def report(self) -> CaptureReport:
         """What `millstream status` shows of the capture."""
-        supervisor = self._current()
+        supervisor = self._supervisor
+        if supervisor is None:
+            failed = self.failure
+            state = "halted" if failed else "starting"
+            return CaptureReport(state, error=failed.message if failed else None, hint=failed.hint if failed else None)
         error = supervisor.error
         return CaptureReport(
             state=supervisor.state,
@@ -158,21 +196,13 @@ class Capture:
         if self._supervisor is not None:
             self._supervisor.stop()
 
+    def forget(self) -> None:
+        """Stop, and touch the journal no more: it may be removed when this returns."""
+        self.stop()
+        with self._guard:
+            self.streams, self._supervisor = (), None
+
     def _current(self) -> Supervisor:
         if self._supervisor is None:
             raise RuntimeError("the capture was not started")
         return self._supervisor
-
-
-def captures_of(streams: Sequence[StreamSpec], home: Home, store: StateStore, observer: Observer) -> list[Capture]:
-    """One capture per source name. Two streams may share a source if they describe it alike."""
-    captures: dict[str, Capture] = {}
-    for stream in streams:
-        capture = captures.setdefault(stream.source.name, Capture(stream.source, home, store, observer))
-        if capture.source != stream.source:
-            raise ConfigError(
-                f"streams {capture.streams[0].name} and {stream.name} describe source {stream.source.name} differently",
-                hint="give one of the sources another name",
-            )
-        capture.streams.append(stream)
-    return list(captures.values())

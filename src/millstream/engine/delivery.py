@@ -60,6 +60,7 @@ class DeliveryQuery:
         *,
         once: bool = False,
         on_cursor: CursorCallback | None = None,
+        tables: tuple[str, ...] | None = None,
     ) -> None:
         self._spark = spark
         self._stream = stream
@@ -69,7 +70,7 @@ class DeliveryQuery:
         self._once = once
         self._on_cursor = on_cursor
         self._store = store
-        self._opening = Opening(stream.name, target_spec.name, target, tuple(locations), store, checkpoint_root)
+        self._opening = Opening(stream.name, target_spec.name, target, tuple(locations), store, checkpoint_root, tables)
         self.stopping = threading.Event()
         """Set once `stop` was asked for; a batch that waits then gives up."""
         self._settled = threading.Event()
@@ -271,6 +272,9 @@ class DeliveryQuery:
                 self._retry_event(failed, delay, backoff.attempts)
                 if self.stopping.wait(delay):
                     raise DeliveryStopped from failed
+        if self._retrying is not None:
+            fields = {"failures": backoff.attempts}
+            self._emit("delivery.recovered", f"delivers again, up to seq {span.end}", Level.INFO, fields)
         self._retrying = None
 
     def _is_delivered(self, span: SeqRange) -> bool:
@@ -293,7 +297,9 @@ class DeliveryQuery:
         cursor = self.cursor
         if cursor is None or cursor.seq < span.end:
             cut = self._opening.cut(span.end)
-            self._opening.save(self._current(), span.end, cut.resume_position, from_micros(cut.commit_ts_us))
+            opened = self._current()
+            tallies = self._opening.tallies(opened, span)
+            self._opening.save(opened, span.end, cut.resume_position, from_micros(cut.commit_ts_us), tallies)
 
     def _try(self, frame: DataFrame, span: SeqRange) -> None:
         started = time.monotonic()
@@ -303,7 +309,8 @@ class DeliveryQuery:
         cut = self._opening.cut(span.end)
         self._target.publish(span, cut.resume_position, result.receipts)
         failpoint("delivery.published")
-        cursor = self._opening.save(opened, span.end, cut.resume_position, from_micros(cut.commit_ts_us))
+        at = from_micros(cut.commit_ts_us)
+        cursor = self._opening.save(opened, span.end, cut.resume_position, at, result.tallies)
         failpoint("delivery.cursor_saved")
         self._account(span, result, cursor, time.monotonic() - started)
 

@@ -15,6 +15,8 @@ import json
 import os
 import re
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -27,6 +29,9 @@ from millstream.state.sqlite import SqliteStateStore
 ENVIRONMENT = "MILLSTREAM_HOME"
 DEFAULT = ".millstream"
 
+BRIEF_SECONDS = 15.0
+"""How long an owner that said it would be brief is waited for."""
+
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 
 
@@ -37,6 +42,8 @@ class Owner:
     pid: int
     host: str
     started_at: datetime
+    brief: bool = False
+    """It only changes something and lets go at once: worth waiting for."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, started {self.started_at:%Y-%m-%d %H:%M:%S} UTC"
@@ -91,23 +98,34 @@ class Home:
         return SqliteStateStore(self.state_path, read_only=read_only)
 
     @contextmanager
-    def lock(self) -> Iterator[Owner]:
+    def lock(self, *, brief: bool = False) -> Iterator[Owner]:
         """Own this home for as long as the block runs; create it first if it is missing.
 
         Raises HomeLocked, which names the owner. The lock is the kernel's: it ends with the
-        process, however that ends, so a stale one cannot be.
+        process, however that ends, so a stale one cannot be. `brief` says that the block takes
+        seconds at most: who comes meanwhile waits for it, as this waits for another brief owner.
         """
         self.create()
         file = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            with self._gate():
-                if not _try_lock(file, fcntl.LOCK_EX):
-                    raise self._locked(_read_owner(file))
-                owner = Owner(os.getpid(), socket.gethostname(), datetime.now(UTC))
-                _write_owner(file, owner)
+            owner = self._take(file, brief)
+            deadline, pause = time.monotonic() + BRIEF_SECONDS, threading.Event()
+            while isinstance(owner, HomeLocked):
+                if time.monotonic() >= deadline or not _is_brief(file):
+                    raise owner
+                pause.wait(0.05)
+                owner = self._take(file, brief)
             yield owner
         finally:
             os.close(file)
+
+    def _take(self, file: int, brief: bool) -> Owner | HomeLocked:
+        with self._gate():
+            if not _try_lock(file, fcntl.LOCK_EX):
+                return self._locked(_read_owner(file))
+            owner = Owner(os.getpid(), socket.gethostname(), datetime.now(UTC), brief)
+            _write_owner(file, owner)
+        return owner
 
     def owner(self) -> Owner | None:
         """Who runs streams on this home at this moment; None when nobody does."""
@@ -153,7 +171,16 @@ def _write_owner(file: int, owner: Owner) -> None:
 def _read_owner(file: int) -> Owner:
     # The gate is held, and the owner wrote itself down before it let go of it: the text is whole.
     value = json.loads(os.pread(file, 4096, 0))
-    return Owner(value["pid"], value["host"], datetime.fromisoformat(value["started_at"]))
+    started_at = datetime.fromisoformat(value["started_at"])
+    return Owner(value["pid"], value["host"], started_at, value.get("brief", False))
+
+
+def _is_brief(file: int) -> bool:
+    """Whether whoever holds the lock lets go of it at once. Read without the gate: a torn text is a change of owner."""
+    try:
+        return bool(json.loads(os.pread(file, 4096, 0)).get("brief", False))
+    except ValueError:
+        return True
 
 
 def _checked(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,12 +12,14 @@ from uuid import uuid4
 from millstream.engine.epochs import Decision, Situation, decide
 from millstream.errors import JournalMismatch
 from millstream.failpoint import failpoint
-from millstream.journal import Cut, JournalReader, check_cursor
+from millstream.journal import Cut, JournalReader, check_cursor, open_slice
 from millstream.journal.format import Header
 from millstream.model import Cursor, SeqRange
 from millstream.spark.probe import Needed
+from millstream.spark.rows import described
 from millstream.spark.stage import StagePlan
-from millstream.state.base import EpochRecord, StateStore
+from millstream.spark.tables import share
+from millstream.state.base import EpochRecord, StateStore, Tally
 from millstream.targets.base import ASKING, Target, TargetContext
 
 
@@ -47,6 +50,7 @@ class Opening:
         locations: tuple[str, ...],
         store: StateStore,
         checkpoint_root: Path,
+        tables: tuple[str, ...] | None = None,
     ) -> None:
         self._stream = stream
         self._name = target_name
@@ -54,6 +58,7 @@ class Opening:
         self._locations = locations
         self._store = store
         self._root = checkpoint_root
+        self._tables = tables
         self._journal = JournalReader(locations)
 
     def open(self, distrust: str | None) -> Opened:
@@ -78,6 +83,7 @@ class Opening:
             context.event_prefix,
             decision.after_position,
             self._target.stager(),
+            self._tables,
         )
         checkpoint = self._root / str(decision.epoch)
         opened = Opened(header, decision.epoch, current.start_seq, decision.seq, decision.reason, checkpoint, plan)
@@ -103,11 +109,29 @@ class Opening:
             raise JournalMismatch(f"seq {seq} is not the end of a transaction in this journal")
         return cut
 
-    def save(self, opened: Opened, seq: int, position: int, commit_ts: datetime | None) -> Cursor:
-        """Move the saved cursor."""
+    def save(
+        self, opened: Opened, seq: int, position: int, commit_ts: datetime | None, tallies: Sequence[Tally] = ()
+    ) -> Cursor:
+        """Move the saved cursor, and with it the target's totals."""
         cursor = Cursor(self._stream, self._name, opened.header.journal_id, opened.epoch, seq, position, commit_ts)
-        self._store.save_cursor(cursor)
+        self._store.save_cursor(cursor, tallies)
         return cursor
+
+    def tallies(self, opened: Opened, span: SeqRange) -> list[Tally]:
+        """What a published batch brought, counted from the journal: who staged it did not live to say.
+
+        How many bytes that were nobody can know any more.
+        """
+        pieces, _ = share(self._locations, self._tables, [(piece, span) for piece in self._journal.slices(span)])
+        tables: dict[str, Tally] = {}
+        for piece, _ in pieces:
+            rows = open_slice(piece, self._locations, span, opened.plan.after_position)
+            if rows.num_rows:
+                name = described(self._locations, opened.header.source_kind, piece.journal_id, piece.relation).table
+                before = tables.get(name, Tally(name, 0, 0, 0))
+                last = max(before.last_seq, rows.column("seq")[-1].as_py())
+                tables[name] = Tally(name, before.events + rows.num_rows, 0, last)
+        return list(tables.values())
 
     def _saved(self) -> Cursor | None:
         return self._store.get_cursor(self._stream, self._name)

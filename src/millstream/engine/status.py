@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from millstream.engine.home import Home, Owner
-from millstream.errors import JournalError, StateError
-from millstream.journal import JournalReader, Retained
-from millstream.journal.places import position_text
-from millstream.model import Cursor, Json, StreamState
-from millstream.state.base import Runtime, StateStore
+from millstream.engine.journal_status import JournalStatus, from_us
+from millstream.errors import UnknownStream
+from millstream.model import Checkpoint, Cursor, Json, StreamState
+from millstream.state.base import Fault, Runtime, StateStore
 
 SILENCE = 60.0
 """A running process writes its state every `checkpoint_interval`. Seconds after which it counts as stuck."""
@@ -96,6 +96,17 @@ class SourceStatus:
 
 
 @dataclass(frozen=True)
+class TableStatus:
+    """What a target (or all targets of a stream together) has been brought of one table since the stream exists."""
+
+    name: str
+    events_replicated: int
+    bytes_replicated: int
+    last_event: datetime | None
+    """When the last of these changes was committed; None when the journal no longer knows."""
+
+
+@dataclass(frozen=True)
 class TargetStatus:
     """One target of a stream. `lag_seconds` is the age of the oldest change it does not have yet."""
 
@@ -114,15 +125,41 @@ class TargetStatus:
     retrying: str | None
     error: str | None
     hint: str | None
+    last_checkpoint: Checkpoint | None
+    events_replicated: int
+    bytes_replicated: int
+    """`events` and `bytes` count from the start of the process, these two from the start of the stream."""
+    errors_last_hour: int
+    last_error: str | None
+    tables: tuple[TableStatus, ...]
 
 
 @dataclass(frozen=True)
 class StreamStatus:
-    """One stream, its source and its targets."""
+    """One stream, its source and its targets.
+
+    A stream is as far as that target which is furthest behind: so are `last_event`, `last_checkpoint`
+    and the lags. Counts are those of all targets together.
+    """
 
     name: str
     mode: str
     state: StreamState
+    last_event: datetime | None
+    """When the last change was committed that every target has."""
+    last_checkpoint: Checkpoint | None
+    """Up to where every target has everything. None before the first delivery."""
+    lag_seconds: float | None
+    """How old the oldest change is that some target does not have; None while nobody can know."""
+    lag_events: int | None
+    """How many changes of the source's journal that target has still to pass."""
+    bytes_replicated: int
+    events_replicated: int
+    errors_last_hour: int
+    last_error: str | None
+    """The last thing that went wrong, over or not."""
+    deleting: bool
+    """Its deletion has begun and was interrupted; the next `delete` goes on."""
     tables: tuple[str, ...]
     source: SourceStatus
     targets: tuple[TargetStatus, ...]
@@ -130,6 +167,15 @@ class StreamStatus:
     """When a process last said something of this stream."""
     silent: bool
     """A process holds the home, but has not said anything of a running stream for too long."""
+
+    @property
+    def tables_replicated(self) -> tuple[TableStatus, ...]:
+        """What was delivered of each table, all targets together."""
+        by_name: dict[str, list[TableStatus]] = {}
+        for target in self.targets:
+            for table in target.tables:
+                by_name.setdefault(table.name, []).append(table)
+        return tuple(_together(name, parts) for name, parts in sorted(by_name.items()))
 
     @property
     def healthy(self) -> bool:
@@ -155,6 +201,7 @@ class HomeStatus:
         value["healthy"] = self.healthy
         for stream, one in zip(value["streams"], self.streams, strict=True):
             stream["healthy"] = one.healthy
+            stream["tables_replicated"] = _plain([asdict(table) for table in one.tables_replicated])
         return value
 
 
@@ -164,22 +211,27 @@ def home_status(home: Home, stream: str | None = None, *, now: datetime | None =
     owner = home.owner()
     if not home.state_path.exists():
         if stream is not None:
-            raise _no_such(stream, home, [])
+            raise unknown_stream(stream, [], home)
         return HomeStatus(str(home.path), owner, ())
     store = home.open_state(read_only=True)
     try:
         names = store.list_streams()
         if stream is not None and stream not in names:
-            raise _no_such(stream, home, names)
+            raise unknown_stream(stream, names, home)
         wanted = names if stream is None else [stream]
         return HomeStatus(str(home.path), owner, tuple(_stream(home, store, name, owner, now) for name in wanted))
     finally:
         store.close()
 
 
-def _no_such(stream: str, home: Home, names: Sequence[str]) -> StateError:
-    known = f"it has {', '.join(names)}" if names else "no stream has run there yet"
-    return StateError(f"the home {home.path} has no stream {stream}: {known}", hint="check the name and --home")
+def unknown_stream(name: str, known: Sequence[str], home: Home) -> UnknownStream:
+    """The error for a name that the home does not have, with the one that may have been meant."""
+    near = get_close_matches(name, known, n=1)
+    if near:
+        there = f"did you mean {near[0]}?"
+    else:
+        there = f"it has {', '.join(known)}" if known else "no stream has run there yet"
+    return UnknownStream(f"the home {home.path} has no stream {name}: {there}", hint="check the name and --home")
 
 
 def _stream(home: Home, store: StateStore, name: str, owner: Owner | None, now: datetime) -> StreamStatus:
@@ -187,19 +239,30 @@ def _stream(home: Home, store: StateStore, name: str, owner: Owner | None, now: 
     runtimes = {runtime.target: runtime for runtime in store.runtimes(name)}
     cursors = {cursor.target: cursor for cursor in store.cursors(name)}
     source = definition["source"]
-    journal = _Journal(home, source["name"], source["kind"])
+    journal = JournalStatus(home, source["name"], source["kind"])
     whole = runtimes.get("")
+    known = _Known(store, name, now)
     targets = tuple(
-        _target(target, runtimes.get(target["name"]), cursors.get(target["name"]), journal, owner, now)
+        _target(target, runtimes.get(target["name"]), cursors.get(target["name"]), journal, known, owner, now)
         for target in definition["targets"]
     )
+    last = min(targets, key=lambda target: target.seq if target.seq is not None else -1)
     reported_at = whole.updated_at if whole is not None else None
-    state = _whole_state(_state(whole, owner), targets)
+    state = _whole_state(_state(whole, owner, paused="" in known.paused), targets)
     patience = max(SILENCE, 10 * definition["checkpoint_interval_ms"] / 1000)
     return StreamStatus(
         name=name,
         mode=definition["mode"],
         state=state,
+        last_event=last.last_event_at,
+        last_checkpoint=last.last_checkpoint,
+        lag_seconds=last.lag_seconds,
+        lag_events=last.lag_events,
+        bytes_replicated=sum(target.bytes_replicated for target in targets),
+        events_replicated=sum(target.events_replicated for target in targets),
+        errors_last_hour=known.errors_last_hour(),
+        last_error=known.last_error(),
+        deleting=name in store.deletions(),
         tables=tuple(source["tables"]),
         source=_source(source, whole, journal, owner),
         targets=targets,
@@ -208,8 +271,13 @@ def _stream(home: Home, store: StateStore, name: str, owner: Owner | None, now: 
     )
 
 
-def _state(runtime: Runtime | None, owner: Owner | None) -> StreamState:
-    """What the process last said, if it can still be meant; `stopped` or `failed` if it cannot."""
+def _state(runtime: Runtime | None, owner: Owner | None, *, paused: bool = False) -> StreamState:
+    """What the process last said, if it can still be meant; `stopped` or `failed` if it cannot.
+
+    What is paused is so, whether or not anything runs.
+    """
+    if paused:
+        return StreamState.PAUSED
     if runtime is None:
         return StreamState.CREATED
     if _is_stale(runtime, owner) and runtime.state is not StreamState.FAILED:
@@ -223,13 +291,17 @@ def _is_stale(runtime: Runtime, owner: Owner | None) -> bool:
 
 
 def _whole_state(state: StreamState, targets: Sequence[TargetStatus]) -> StreamState:
-    """A stream that says it runs while every target of it has failed does not."""
+    """A stream that says it runs while every target of it has failed does not; paused is one with all of them."""
+    if targets and all(target.state is StreamState.PAUSED for target in targets):
+        return StreamState.PAUSED
     if state in _ALIVE and targets and all(target.state is StreamState.FAILED for target in targets):
         return StreamState.FAILED
     return state
 
 
-def _source(source: Mapping[str, Any], runtime: Runtime | None, journal: _Journal, owner: Owner | None) -> SourceStatus:
+def _source(
+    source: Mapping[str, Any], runtime: Runtime | None, journal: JournalStatus, owner: Owner | None
+) -> SourceStatus:
     report = _report(CaptureReport, runtime)
     alive = runtime is not None and not _is_stale(runtime, owner)
     state = _state(runtime, owner).value
@@ -242,9 +314,9 @@ def _source(source: Mapping[str, Any], runtime: Runtime | None, journal: _Journa
         incarnation=journal.incarnation,
         end_seq=journal.seq,
         end_position=journal.text(journal.covered),
-        last_commit_at=_time(journal.commit_ts_us),
+        last_commit_at=from_us(journal.commit_ts_us),
         first_seq=journal.retained.earliest.seq if journal.retained else None,
-        oldest_commit_at=_time(journal.retained.oldest_ts_us) if journal.retained else None,
+        oldest_commit_at=from_us(journal.retained.oldest_ts_us) if journal.retained else None,
         journal_bytes=journal.retained.bytes if journal.retained else None,
         retained_bytes=_retained(report.source),
         mode=report.source.get("mode") if alive else None,
@@ -267,16 +339,19 @@ def _target(
     target: Mapping[str, Any],
     runtime: Runtime | None,
     cursor: Cursor | None,
-    journal: _Journal,
+    journal: JournalStatus,
+    known: _Known,
     owner: Owner | None,
     now: datetime,
 ) -> TargetStatus:
     report = _report(TargetReport, runtime)
     events, seconds = journal.lag(cursor, now)
+    name = target["name"]
+    tables = known.tables(name, journal)
     return TargetStatus(
-        name=target["name"],
+        name=name,
         kind=target["kind"],
-        state=_state(runtime, owner),
+        state=_state(runtime, owner, paused=not known.paused.isdisjoint({"", name})),
         epoch=cursor.epoch if cursor else None,
         seq=cursor.seq if cursor else None,
         position=journal.text(cursor.position) if cursor else None,
@@ -289,69 +364,56 @@ def _target(
         retrying=report.retrying,
         error=report.error,
         hint=report.hint,
+        last_checkpoint=_checkpoint(cursor),
+        events_replicated=sum(table.events_replicated for table in tables),
+        bytes_replicated=sum(table.bytes_replicated for table in tables),
+        errors_last_hour=known.errors_last_hour(name),
+        last_error=known.last_error(name),
+        tables=tables,
     )
 
 
-class _Journal:
-    """What a journal says of itself; everything is None when there is none or it cannot be read."""
+def _checkpoint(cursor: Cursor | None) -> Checkpoint | None:
+    """Where a target is. Its wall clock is the source's: when the last change up to there was committed."""
+    return None if cursor is None else Checkpoint(cursor.seq, cursor.position, cursor.commit_ts or cursor.updated_at)
 
-    def __init__(self, home: Home, source: str, kind: str) -> None:
-        self._kind = kind
-        self._reader: JournalReader | None = None
-        self.journal_id: str | None = None
-        self.incarnation: int | None = None
-        self.seq: int | None = None
-        self.covered: int | None = None
-        self.commit_ts_us: int | None = None
-        self.retained: Retained | None = None
-        self.error: str | None = None
-        self._first_seq = 1
-        path = home.journal_path(source)
-        if not (path / "journal.json").exists():
-            return
-        try:
-            self._read(JournalReader([str(path)]))
-        except (JournalError, OSError) as error:
-            self.error = str(error)
 
-    def _read(self, reader: JournalReader) -> None:
-        header, head = reader.header(), reader.head()
-        self.journal_id, self.incarnation = header.journal_id, header.incarnation
-        self._first_seq = header.first_seq
-        if head is not None:
-            self._reader = reader
-            self.retained = reader.retained()
-            self.seq, self.covered = head.seq, head.covered
-            self.commit_ts_us = head.commit_ts_us if head.seq >= header.first_seq else None
+def _together(name: str, parts: Sequence[TableStatus]) -> TableStatus:
+    return TableStatus(
+        name,
+        sum(part.events_replicated for part in parts),
+        sum(part.bytes_replicated for part in parts),
+        max((part.last_event for part in parts if part.last_event is not None), default=None),
+    )
 
-    def lag(self, cursor: Cursor | None, now: datetime) -> tuple[int | None, float | None]:
-        """How many changes a target does not have yet, and how old the oldest of them is."""
-        if self._reader is None or self.seq is None:
-            return None, None
-        if cursor is not None and cursor.journal_id != self.journal_id:
-            return None, None
-        have = cursor.seq if cursor else self._first_seq - 1
-        if self.seq <= have:
-            return 0, 0.0
-        try:
-            oldest = self._reader.plan_end(have, max_events=1, max_bytes=1)
-        except JournalError:
-            oldest = None
-        at = _time(oldest.commit_ts_us) if oldest else None
-        return self.seq - have, max(0.0, (now - at).total_seconds()) if at else None
 
-    def text(self, position: int | None) -> str | None:
-        return None if position is None else position_text(self._kind, position)
+class _Known:
+    """What the state store knows of one stream besides its cursors."""
+
+    def __init__(self, store: StateStore, stream: str, now: datetime) -> None:
+        self._totals = store.totals(stream)
+        self._faults = store.faults(stream)
+        self._since = now - timedelta(hours=1)
+        self.paused = store.paused(stream)
+
+    def tables(self, target: str, journal: JournalStatus) -> tuple[TableStatus, ...]:
+        mine = (total for total in self._totals if total.target == target)
+        return tuple(TableStatus(t.table, t.events, t.bytes, journal.committed_at(t.last_seq)) for t in mine)
+
+    def errors_last_hour(self, target: str | None = None) -> int:
+        return sum(fault.at > self._since for fault in self._of(target))
+
+    def last_error(self, target: str | None = None) -> str | None:
+        return next((fault.message for fault in self._of(target)), None)
+
+    def _of(self, target: str | None) -> list[Fault]:
+        return [fault for fault in self._faults if target in (None, fault.target)]
 
 
 def _report(kind: type[Report], runtime: Runtime | None) -> Report:
     known = {one.name for one in fields(kind)}
     said = runtime.fields if runtime is not None else {}
     return kind(**{key: value for key, value in said.items() if key in known})
-
-
-def _time(us: int | None) -> datetime | None:
-    return None if us is None else datetime.fromtimestamp(us / 1_000_000, UTC)
 
 
 def _plain(value: Any) -> Any:

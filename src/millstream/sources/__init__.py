@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from millstream.observe import Event
     from millstream.sources.base import Source
 
-KINDS = ("postgres",)
+KINDS = ("postgres", "scripted")
 """Every kind of source there is."""
 
 
@@ -30,6 +30,10 @@ def open_source(spec: SourceSpec, work: Path | None = None, tell: Callable[[Even
     Raises ConfigError for an unknown kind or wrong options, DependencyError when its driver is missing.
     """
     _check_kind(spec)
+    if spec.kind == "scripted":
+        from millstream.sources.scripted.source import ScriptedSource
+
+        return ScriptedSource(spec)
     try:
         from millstream.sources.postgres.source import PostgresSource
     except ImportError as missing:
@@ -43,6 +47,11 @@ def remove_source(spec: SourceSpec) -> None:
     Raises as `open_source` does, and SourceError when the source does not let go.
     """
     _check_kind(spec)
+    if spec.kind == "scripted":
+        from millstream.sources.scripted.source import remove as remove_slot
+
+        remove_slot(spec)
+        return
     try:
         from millstream.sources.postgres.removal import remove
     except ImportError as missing:

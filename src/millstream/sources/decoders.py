@@ -12,11 +12,15 @@ from millstream.sources.base import Decoder
 from millstream.sources.postgres.decode import PostgresDecoder
 from millstream.sources.postgres.messages import MESSAGES, MessageDecoder
 from millstream.sources.postgres.types import column_types
+from millstream.sources.scripted import decode as scripted
+from millstream.sources.scripted.script import KIND as SCRIPTED
 
 
 @lru_cache(maxsize=1024)
 def decoder(relation: Relation) -> Decoder:
     """The decoder for a relation. Made once per description and process."""
+    if relation.source_kind == SCRIPTED:
+        return scripted.ScriptedDecoder(relation)
     if relation.source_kind != "postgres":
         raise JournalCorrupt(
             f"{relation.table} comes from a source of kind {relation.source_kind!r}, which this version cannot decode",
@@ -28,12 +32,16 @@ def decoder(relation: Relation) -> Decoder:
 def decoded_schema(relation: Relation) -> pa.Schema:
     """The columns that the relation's decoder gives, without decoding anything: planners need no more."""
     decoder(relation)
+    if relation.source_kind == SCRIPTED:
+        return scripted.arrow_schema(relation)
     types = column_types(relation)
     return pa.schema([pa.field(c.name, t.arrow) for c, t in zip(relation.columns, types, strict=True)])
 
 
 def messages(source_kind: str) -> Relation:
     """The description of relation id 0: messages that applications put into the log."""
+    if source_kind == SCRIPTED:
+        return scripted.MESSAGES
     if source_kind != "postgres":
         raise JournalCorrupt(f"a source of kind {source_kind!r} has no logical messages")
     return MESSAGES

@@ -8,6 +8,8 @@ from millstream.sources.postgres.lsn import parse_lsn
 
 def parse_position(source_kind: str, text: str) -> int:
     """The position that a text means to a source of this kind. Raises ConfigError when it means none."""
+    if source_kind == "scripted" and text.isdigit():
+        return int(text)
     if source_kind != "postgres":
         raise ConfigError(
             f"positions of a source of kind {source_kind!r} are not known here",

@@ -26,6 +26,7 @@ from millstream.model import Json, Relation, SeqRange
 from millstream.spark.probe import Needed, check_myself
 from millstream.spark.rows import Opener, Rows, described
 from millstream.spark.slices import from_rows
+from millstream.spark.tables import share
 from millstream.targets.base import Attempt, Lane, LaneBatch, Part, Receipt, Stager
 
 RECEIPT = pa.schema(
@@ -58,6 +59,8 @@ class StagePlan:
     after_position: int | None
     """Changes up to here were delivered from an earlier incarnation of the journal and are left out."""
     stager: Stager | Lane
+    tables: tuple[str, ...] | None = None
+    """Patterns of the stream's tables; what the journal has of others is left out. None: all are the stream's."""
 
 
 def stage_function(plan: StagePlan) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
@@ -81,10 +84,13 @@ def stage(plan: StagePlan, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Rec
 
 def _stage(plan: StagePlan, batches: Iterable[pa.RecordBatch], attempt: Attempt) -> Iterator[pa.RecordBatch]:
     check_myself(plan.needed)
-    slices = [piece for batch in batches for piece in from_rows(batch)]
+    pieces = [piece for batch in batches for piece in from_rows(batch)]
+    slices, others = share(plan.locations, plan.tables, pieces)
+    for relation_id, rows_of_others in others.items():
+        yield _receipt_rows((), relation_id, rows_of_others)
     opener = Opener(plan.locations, slices)
     if isinstance(plan.stager, Lane):
-        yield from _deliver(plan, plan.stager, slices, opener)
+        yield from _deliver(plan, plan.stager, slices, opener, {span for _, span in pieces}, others.total())
         return
     for (journal_id, relation_id), group in groupby(slices, key=lambda piece: (piece[0].journal_id, piece[0].relation)):
         relation = described(plan.locations, plan.source_kind, journal_id, relation_id)
@@ -130,10 +136,17 @@ class _Reading:
 
 
 def _deliver(
-    plan: StagePlan, lane: Lane, slices: Sequence[tuple[Slice, SeqRange]], opener: Opener
+    plan: StagePlan,
+    lane: Lane,
+    slices: Sequence[tuple[Slice, SeqRange]],
+    opener: Opener,
+    spans: set[SeqRange],
+    left_out: int,
 ) -> Iterator[pa.RecordBatch]:
-    """Hand a whole batch to a lane. It must be in this one task."""
-    spans = {span for _, span in slices}
+    """Hand a whole batch to a lane. It must be in this one task. `left_out`: its rows of other streams' tables.
+
+    A batch without a row for this stream is handed over too: the lane's cursor moves with it.
+    """
     if not spans:
         return
     if len(spans) > 1:
@@ -145,7 +158,7 @@ def _deliver(
         readings.append(_Reading(relation, relation_id, Rows(opener, plan.after_position, list(group))))
 
     def check_complete() -> None:
-        read = sum(reading.rows.taken + reading.rows.skipped for reading in readings)
+        read = left_out + sum(reading.rows.taken + reading.rows.skipped for reading in readings)
         if read != span.end - span.start:
             raise TargetRefused(
                 f"{read} rows were read of the {span.end - span.start} from seq {span.start + 1} to {span.end}; "

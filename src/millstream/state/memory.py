@@ -7,13 +7,15 @@ nothing but rules.
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
 from millstream.errors import StateError
 from millstream.model import Cursor, Json
-from millstream.state.base import EpochRecord, Runtime
+from millstream.state.base import FAULTS, EpochRecord, Fault, Request, Runtime, Tally, Total
 
 HISTORY = 1000
 """How many former cursors are kept for each target."""
@@ -56,6 +58,12 @@ class MemoryStateStore:
         self._epochs: dict[tuple[str, str], EpochRecord] = {}
         self._acks: dict[str, int] = {}
         self._runtimes: dict[tuple[str, str], Runtime] = {}
+        self._totals: dict[tuple[str, str, str], Total] = {}
+        self._paused: set[tuple[str, str]] = set()
+        self._deletions: dict[str, Json] = {}
+        self._faults: dict[str, list[Fault]] = {}
+        self._requests: dict[int, Request] = {}
+        self._ids = itertools.count(1)
 
     def put_stream(self, name: str, definition: Json) -> None:
         with self._lock:
@@ -69,14 +77,36 @@ class MemoryStateStore:
         with self._lock:
             return sorted(self._streams)
 
-    def delete_stream(self, name: str) -> None:
+    def delete_stream(self, name: str, *, source: str | None = None) -> None:
         with self._lock:
             self._streams.pop(name, None)
             for kept in (self._cursors, self._history, self._epochs, self._runtimes):
                 for key in [key for key in kept if key[0] == name]:
                     del kept[key]
+            self._totals = {key: total for key, total in self._totals.items() if key[0] != name}
+            self._paused = {key for key in self._paused if key[0] != name}
+            self._deletions.pop(name, None)
+            self._faults.pop(name, None)
+            if source is not None:
+                self._acks.pop(source, None)
 
-    def save_cursor(self, cursor: Cursor) -> None:
+    def begin_deletion(self, name: str, options: Json) -> None:
+        with self._lock:
+            self._deletions[name] = copy.deepcopy(options)
+
+    def deletions(self) -> dict[str, Json]:
+        with self._lock:
+            return copy.deepcopy(self._deletions)
+
+    def set_paused(self, stream: str, target: str, paused: bool) -> None:
+        with self._lock:
+            (self._paused.add if paused else self._paused.discard)((stream, target))
+
+    def paused(self, stream: str) -> set[str]:
+        with self._lock:
+            return {target for name, target in self._paused if name == stream}
+
+    def save_cursor(self, cursor: Cursor, tallies: Sequence[Tally] = ()) -> None:
         key = (cursor.stream, cursor.target)
         with self._lock:
             old = self._cursors.get(key)
@@ -86,6 +116,15 @@ class MemoryStateStore:
                 history.append(old)
                 del history[:-HISTORY]
             self._cursors[key] = cursor
+            for tally in tallies:
+                one = (*key, tally.table)
+                old_total = self._totals.get(one, Total(*one, 0, 0, 0))
+                events, size = old_total.events + tally.events, old_total.bytes + tally.bytes
+                self._totals[one] = Total(*one, events, size, max(old_total.last_seq, tally.last_seq))
+
+    def totals(self, stream: str | None = None) -> list[Total]:
+        with self._lock:
+            return [value for key, value in sorted(self._totals.items()) if stream in (None, key[0])]
 
     def get_cursor(self, stream: str, target: str) -> Cursor | None:
         with self._lock:
@@ -127,6 +166,43 @@ class MemoryStateStore:
     def runtimes(self, stream: str | None = None) -> list[Runtime]:
         with self._lock:
             return [value for key, value in sorted(self._runtimes.items()) if stream in (None, key[0])]
+
+    def add_fault(self, fault: Fault) -> None:
+        with self._lock:
+            kept = self._faults.setdefault(fault.stream, [])
+            kept.append(fault)
+            del kept[:-FAULTS]
+
+    def faults(self, stream: str) -> list[Fault]:
+        with self._lock:
+            return self._faults.get(stream, [])[::-1]
+
+    def submit(self, verb: str, arguments: Json) -> int:
+        with self._lock:
+            id = next(self._ids)
+            self._requests[id] = Request(id, verb, copy.deepcopy(arguments), datetime.now(UTC))
+            return id
+
+    def pending(self) -> list[Request]:
+        with self._lock:
+            return [request for request in self._requests.values() if request.answer is None]
+
+    def answer(self, id: int, answer: Json) -> None:
+        with self._lock:
+            if id in self._requests:
+                self._requests[id] = replace(self._requests[id], answer=copy.deepcopy(answer))
+
+    def get_request(self, id: int) -> Request | None:
+        with self._lock:
+            return self._requests.get(id)
+
+    def withdraw(self, id: int) -> bool:
+        with self._lock:
+            found = self._requests.get(id)
+            if found is None or found.answer is not None:
+                return False
+            del self._requests[id]
+            return True
 
     def close(self) -> None:
         """Nothing to let go of: the store may be read on."""

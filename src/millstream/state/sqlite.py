@@ -13,17 +13,17 @@ import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from millstream.errors import StateError
 from millstream.failpoint import failpoint
 from millstream.model import Cursor, Json, StreamState
-from millstream.state.base import EpochRecord, Runtime
+from millstream.state.base import FAULTS, EpochRecord, Fault, Request, Runtime, Tally, Total
 from millstream.state.memory import HISTORY, refuse_epoch_below, refuse_going_back
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _SCHEMA = """
 create table streams (name text primary key, definition text not null, updated_at text not null) without rowid;
@@ -50,7 +50,33 @@ create table runtimes (
 ) without rowid;
 """
 
+_SINCE_2 = """
+create table totals (
+    stream text not null, target text not null, tab text not null,
+    events integer not null, bytes integer not null, last_seq integer not null,
+    primary key (stream, target, tab)
+) without rowid;
+create table pauses (stream text not null, target text not null, primary key (stream, target)) without rowid;
+create table deletions (stream text primary key, options text not null) without rowid;
+create table faults (
+    id integer primary key,
+    stream text not null, target text not null, kind text not null, message text not null, at text not null
+);
+create index faults_of on faults (stream, id);
+create table requests (
+    id integer primary key autoincrement, verb text not null, arguments text not null, submitted_at text not null,
+    answer text, answered_at text
+);
+"""
+_STEPS = (_SCHEMA, _SINCE_2)
+"""What makes a store of each version from one of the version before."""
+
+_OF_A_STREAM = ("cursors", "cursor_history", "epochs", "runtimes", "totals", "pauses", "deletions", "faults")
+ANSWERS_KEPT = timedelta(hours=1)
+"""How long an answer waits for the process that asked."""
+
 _CURSOR = "stream, target, journal_id, epoch, seq, position, commit_ts, updated_at"
+_REQUEST = "id, verb, arguments, submitted_at, answer"
 _EPOCH = "stream, target, epoch, journal_id, start_seq, after_position, reason, opened_at"
 _BUSY_SECONDS = 30.0
 
@@ -90,13 +116,31 @@ class SqliteStateStore:
     def list_streams(self) -> list[str]:
         return [row[0] for row in self._read("select name from streams order by name")]
 
-    def delete_stream(self, name: str) -> None:
+    def delete_stream(self, name: str, *, source: str | None = None) -> None:
         with self._write("forget a stream") as db:
             db.execute("delete from streams where name = ?", (name,))
-            for table in ("cursors", "cursor_history", "epochs", "runtimes"):
+            for table in _OF_A_STREAM:
                 db.execute(f"delete from {table} where stream = ?", (name,))
+            db.execute("delete from acks where source = ?", (source,))
 
-    def save_cursor(self, cursor: Cursor) -> None:
+    def begin_deletion(self, name: str, options: Json) -> None:
+        with self._write("begin a deletion") as db:
+            db.execute("insert or replace into deletions values (?, ?)", (name, json.dumps(options)))
+
+    def deletions(self) -> dict[str, Json]:
+        return {name: json.loads(text) for name, text in self._read("select stream, options from deletions")}
+
+    def set_paused(self, stream: str, target: str, paused: bool) -> None:
+        with self._write("pause or resume") as db:
+            if paused:
+                db.execute("insert or ignore into pauses values (?, ?)", (stream, target))
+            else:
+                db.execute("delete from pauses where stream = ? and target = ?", (stream, target))
+
+    def paused(self, stream: str) -> set[str]:
+        return {row[0] for row in self._read("select target from pauses where stream = ?", (stream,))}
+
+    def save_cursor(self, cursor: Cursor, tallies: Sequence[Tally] = ()) -> None:
         with self._write("save a cursor") as db:
             key = (cursor.stream, cursor.target)
             old = db.execute(f"select {_CURSOR} from cursors where stream = ? and target = ?", key).fetchone()
@@ -121,6 +165,11 @@ class SqliteStateStore:
                     cursor.updated_at.isoformat(),
                 ),
             )
+            db.executemany(
+                "insert into totals values (?, ?, ?, ?, ?, ?) on conflict do update set events = events + "
+                "excluded.events, bytes = bytes + excluded.bytes, last_seq = max(last_seq, excluded.last_seq)",
+                [(*key, one.table, one.events, one.bytes, one.last_seq) for one in tallies],
+            )
         failpoint("state.cursor_saved")
 
     def get_cursor(self, stream: str, target: str) -> Cursor | None:
@@ -134,6 +183,10 @@ class SqliteStateStore:
     def cursor_history(self, stream: str, target: str, limit: int = 100) -> list[Cursor]:
         sql = f"select {_CURSOR} from cursor_history where stream = ? and target = ? order by id desc limit ?"
         return [_cursor(row) for row in self._read(sql, (stream, target, limit))]
+
+    def totals(self, stream: str | None = None) -> list[Total]:
+        sql = "select stream, target, tab, events, bytes, last_seq from totals where ?1 is null or stream = ?1"
+        return [Total(*row) for row in self._read(f"{sql} order by stream, target, tab", (stream,))]
 
     def open_epoch(self, record: EpochRecord) -> None:
         with self._write("open a delivery epoch") as db:
@@ -187,6 +240,47 @@ class SqliteStateStore:
             for row in self._read(sql, (stream,))
         ]
 
+    def add_fault(self, fault: Fault) -> None:
+        with self._write("remember a fault") as db:
+            db.execute(
+                "insert into faults (stream, target, kind, message, at) values (?, ?, ?, ?, ?)",
+                (fault.stream, fault.target, fault.kind, fault.message, fault.at.isoformat()),
+            )
+            db.execute(
+                "delete from faults where stream = ?1 and id <= "
+                "(select id from faults where stream = ?1 order by id desc limit 1 offset ?2)",
+                (fault.stream, FAULTS),
+            )
+
+    def faults(self, stream: str) -> list[Fault]:
+        sql = "select stream, target, kind, message, at from faults where stream = ? order by id desc"
+        rows = self._read(sql, (stream,))
+        return [Fault(name, target, kind, text, datetime.fromisoformat(at)) for name, target, kind, text, at in rows]
+
+    def submit(self, verb: str, arguments: Json) -> int:
+        with self._write("leave a request") as db:
+            sql = "insert into requests (verb, arguments, submitted_at) values (?, ?, ?) returning id"
+            ((id,),) = db.execute(sql, (verb, json.dumps(arguments), _now())).fetchall()
+        return int(id)
+
+    def pending(self) -> list[Request]:
+        sql = f"select {_REQUEST} from requests where answer is null order by id"
+        return [_request(row) for row in self._read(sql)]
+
+    def answer(self, id: int, answer: Json) -> None:
+        with self._write("answer a request") as db:
+            values = (json.dumps(answer), _now(), id)
+            db.execute("update requests set answer = ?, answered_at = ? where id = ?", values)
+            db.execute("delete from requests where answered_at < ?", ((datetime.now(UTC) - ANSWERS_KEPT).isoformat(),))
+
+    def get_request(self, id: int) -> Request | None:
+        rows = self._read(f"select {_REQUEST} from requests where id = ?", (id,))
+        return _request(rows[0]) if rows else None
+
+    def withdraw(self, id: int) -> bool:
+        with self._write("withdraw a request") as db:
+            return db.execute("delete from requests where id = ? and answer is null", (id,)).rowcount > 0
+
     def close(self) -> None:
         with self._write_lock, self._read_lock:
             while self._connections:
@@ -204,9 +298,11 @@ class SqliteStateStore:
         db.execute("pragma journal_mode = wal")
         db.execute("pragma synchronous = full")
         db.execute("begin immediate")
-        if db.execute("pragma user_version").fetchone()[0] == 0:
-            for statement in filter(str.strip, _SCHEMA.split(";")):
-                db.execute(statement)
+        version = db.execute("pragma user_version").fetchone()[0]
+        if version < SCHEMA_VERSION:
+            for step in _STEPS[version:]:
+                for statement in filter(str.strip, step.split(";")):
+                    db.execute(statement)
             db.execute(f"pragma user_version = {SCHEMA_VERSION}")
         db.execute("commit")
 
@@ -214,6 +310,11 @@ class SqliteStateStore:
         version = db.execute("pragma user_version").fetchone()[0]
         if version != SCHEMA_VERSION:
             self.close()
+            if version < SCHEMA_VERSION:
+                raise StateError(
+                    f"the state store {self.path} was written by an older version of millstream",
+                    hint="run a stream or change something there once: that brings it up to date",
+                )
             raise StateError(
                 f"the state store {self.path} has version {version}, this program knows version {SCHEMA_VERSION}",
                 hint="use the version of millstream that wrote it, or another --home",
@@ -256,6 +357,12 @@ def _epoch(row: Sequence[Any]) -> EpochRecord:
     stream, target, epoch, journal_id, start_seq, after_position, reason, opened_at = row
     opened = datetime.fromisoformat(opened_at)
     return EpochRecord(stream, target, epoch, journal_id, start_seq, after_position, reason, opened)
+
+
+def _request(row: Sequence[Any]) -> Request:
+    id, verb, arguments, submitted_at, answer = row
+    at = datetime.fromisoformat(submitted_at)
+    return Request(id, verb, json.loads(arguments), at, json.loads(answer) if answer else None)
 
 
 def _now() -> str:

@@ -180,4 +180,15 @@ class Target(Protocol):
         """Let go of everything. Idempotent."""
 
 
+@runtime_checkable
+class Releasing(Protocol):
+    """A target that can be told that its stream is deleted."""
+
+    def release(self, stream: str, target: str) -> None:
+        """Nobody will go on where this stream ended: note it, and let go of what was only for going on.
+
+        What was delivered stays. Idempotent. A target that was never opened, or is another stream's, is left alone.
+        """
+
+
 TargetOptions = dict[str, Any]

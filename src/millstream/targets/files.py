@@ -129,6 +129,17 @@ class FilesTarget:
             failpoint("files.commit_written")
             shutil.rmtree(self._own / "staging" / context.run_id, ignore_errors=True)
 
+    def release(self, stream: str, target: str) -> None:
+        """Leave the files and what lists them; no stream writes into this directory any more."""
+        with _as_target_errors(self._root):
+            if not (self._own / "owner.json").exists():
+                return
+            with self._locked():
+                owner = self._owner() or {}
+                if (owner.get("stream"), owner.get("target")) == (stream, target):
+                    _write_whole(self._own / "owner.json", {**owner, "released": True})
+                    shutil.rmtree(self._own / "staging", ignore_errors=True)
+
     def close(self) -> None:
         self._context = None
 
@@ -158,6 +169,11 @@ class FilesTarget:
             raise TargetRefused(
                 f"{self._root} belongs to target {owner['target']} of stream {owner['stream']}",
                 hint="give each target a directory of its own",
+            )
+        if owner and owner.get("released"):
+            raise TargetRefused(
+                f"{self._root} holds what a stream named {owner['stream']} delivered before it was deleted",
+                hint="give the target an empty directory, or remove this one",
             )
 
     def _take_over(self, context: TargetContext) -> None:

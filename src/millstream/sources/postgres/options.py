@@ -26,6 +26,8 @@ from millstream.config.units import parse_duration_ms, parse_size
 from millstream.errors import ConfigError
 from millstream.model import SourceSpec
 
+PREFIX = "millstream_"
+"""How the name of a slot begins that was not chosen by a person."""
 INSERT_SUFFIX = "_insert"
 """What the name of the insert-only publication has more than that of the main one."""
 
@@ -197,7 +199,7 @@ def default_name(source: str) -> str:
     A name that had to be changed or cut gets a piece of its hash, so that two sources never share a slot.
     """
     plain = re.sub(r"[^a-z0-9_]", "_", source.lower())
-    name = f"millstream_{plain}"
+    name = f"{PREFIX}{plain}"
     if plain == source and len(name) <= _NAME_BYTES:
         return name
     digest = hashlib.sha256(source.encode()).hexdigest()[:8]

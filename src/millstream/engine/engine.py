@@ -1,0 +1,269 @@
+"""`Engine`: streams managed from Python. No stream file and no server is needed."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from millstream.config.definition import from_definition
+from millstream.engine.faults import FaultLog
+from millstream.engine.home import Home
+from millstream.engine.operations import Operations
+from millstream.engine.requests import RequestDesk, as_arguments, ask
+from millstream.engine.status import StreamStatus, home_status
+from millstream.errors import MillstreamError, NotReady, NotSupported, RequestFailed
+from millstream.model import Checkpoint, Json, StreamSpec, StreamState
+from millstream.observe import Event, Level, Observer, Observers
+from millstream.state.base import StateStore
+
+if TYPE_CHECKING:
+    # These bring Spark with them, which an engine that is not started does not need.
+    from millstream.engine.running import RunningStreams
+    from millstream.engine.spark_use import SparkUse
+
+READY = (StreamState.CATCHING_UP, StreamState.RUNNING)
+LOOK_SECONDS = 0.05
+TICK = 0.1
+
+Job = tuple[Callable[[], Any], "Future[Any]"]
+T = TypeVar("T")
+
+
+class Engine:
+    """The streams of a home. Implements `Replicator`; a context manager that starts and stops.
+
+    Started, it runs every stream of the home, in this process. Not started, it manages them all the
+    same: through the process that runs the home, or by changing the home's state if none does.
+
+    Every method may be called from any thread; from an observer only those that read.
+    """
+
+    kind = "millstream"
+
+    def __init__(
+        self,
+        home: Home | Path | str,
+        *,
+        observer: Observer | None = None,
+        master: str | None = None,
+        conf: Mapping[str, str] | None = None,
+    ) -> None:
+        """`master` and `conf` are Spark's, for the session that is started if the process has none."""
+        self._home = home if isinstance(home, Home) else Home(home)
+        self._observers = Observers([observer] if observer is not None else [])
+        self._master = master
+        self._conf = dict(conf or {})
+        self._jobs: queue.Queue[Job] = queue.Queue()
+        self._stopping = threading.Event()
+        self._held: ExitStack | None = None
+        self._thread: threading.Thread | None = None
+        self._operations: Operations | None = None
+        self.failure: Exception | None = None
+        """Why the engine stopped by itself, if it did."""
+
+    # Life
+
+    @property
+    def home(self) -> Home:
+        return self._home
+
+    @property
+    def is_running(self) -> bool:
+        """Whether this process runs the streams of the home."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self) -> None:
+        """Run the streams of the home from now on. Raises HomeLocked, which names the process that does already."""
+        from millstream.engine.running import RunningStreams
+        from millstream.engine.spark_use import SparkUse
+
+        if self.is_running:
+            return
+        self._held, self._thread, self.failure = ExitStack(), None, None
+        try:
+            self._held.enter_context(self._home.lock())
+            store = self._home.open_state()
+            self._held.callback(store.close)
+            faults = FaultLog(store, self._observers)
+            spark = SparkUse(self._home, self._master, self._conf, self._observers)
+            running = RunningStreams(self._home, store, spark.session, faults)
+            operations = Operations(self._home, store, faults, running)
+        except BaseException:
+            self._held.close()
+            raise
+        self._stopping.clear()
+        self._operations = operations
+        arguments = (store, running, operations, spark)
+        self._thread = threading.Thread(target=self._control, args=arguments, name="engine", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Finish the batches at hand, save and acknowledge them, and let go of the home. Idempotent."""
+        thread = self._thread
+        if thread is not None:
+            self._stopping.set()
+            thread.join()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # Replicator
+
+    def upsert_stream(self, stream: StreamSpec) -> None:
+        """Create the stream, or replace the one of its name: then it goes on from its checkpoints.
+
+        Raises ConfigError. A password in the URI stays in this process: a started engine only.
+        """
+        self.upsert_streams([stream])
+
+    def upsert_streams(self, streams: Sequence[StreamSpec]) -> None:
+        """As `upsert_stream`, for several at once: all are checked before the first is written."""
+        if self.is_running:
+            self._do(lambda operations: operations.upsert(streams))
+        else:
+            self._ask("upsert", as_arguments(streams))
+
+    def delete_stream(self, name: str, *, keep_slot: bool = False, keep_target: bool = False) -> Json:
+        """Remove a stream: its deliveries, checkpoints and state and, unless another stream is on its source, the
+        slot, the publications and the journal. What was delivered stays.
+
+        `keep_slot` leaves what captures the source. `keep_target` does not tell the targets, so that a
+        stream of the same name may go on there. Returns what became of `source` and `targets`.
+        """
+        if self.is_running:
+            return self._do(lambda operations: operations.delete(name, keep_slot=keep_slot, keep_target=keep_target))
+        return self._ask("delete", {"name": name, "keep_slot": keep_slot, "keep_target": keep_target})
+
+    def list_streams(self) -> list[StreamSpec]:
+        """Every stream of the home, by name; one that is being deleted too. No password is in them."""
+        if not self._home.state_path.exists():
+            return []
+        store = self._home.open_state(read_only=True)
+        try:
+            return [from_definition(store.get_stream(name) or {}) for name in store.list_streams()]
+        finally:
+            store.close()
+
+    def get_status(self, name: str) -> StreamStatus:
+        """How one stream is. It asks no process, so a dead one cannot give a wrong answer."""
+        (status,) = home_status(self._home, name).streams
+        return status
+
+    def pause(self, name: str, target: str | None = None) -> None:
+        """Deliver no more to the stream's targets, or to one of them. Idempotent, and kept over restarts.
+
+        Returns when the batch at hand has ended. The source is captured on: nothing is lost.
+        """
+        if self.is_running:
+            self._do(lambda operations: operations.pause(name, target))
+        else:
+            self._ask("pause", {"name": name, "target": target})
+
+    def resume(self, name: str, target: str | None = None) -> None:
+        """Go on from the checkpoints. What has failed for good is given another try. Idempotent."""
+        if self.is_running:
+            self._do(lambda operations: operations.resume(name, target))
+        else:
+            self._ask("resume", {"name": name, "target": target})
+
+    def replay(self, name: str, start: Checkpoint) -> None:
+        """Not built yet: raises NotSupported."""
+        self.get_status(name)
+        raise NotSupported(
+            f"stream {name} cannot be replayed from seq {start.seq}: this version has no replay",
+            hint='read the journal instead (spark.read.format("millstream"), startingSeq), or deliver to a new target, '
+            "which begins with the earliest change that the journal has",
+        )
+
+    # Beyond it
+
+    def await_ready(self, name: str, timeout: float = 60.0) -> StreamStatus:
+        """Wait until what is committed from now on will be delivered to every target that is not paused.
+
+        Raises NotReady when time runs out, and at once when the stream, or a target of it, has failed.
+        """
+        deadline, pause = time.monotonic() + timeout, threading.Event()
+        while True:
+            if self.failure is not None:
+                raise self.failure
+            status = self.get_status(name)
+            if status.state in READY and all(target.state in (*READY, StreamState.PAUSED) for target in status.targets):
+                return status
+            failed = [(f"target {t.name}", t.error, t.hint) for t in status.targets]
+            failed += [(f"source {status.source.name}", status.source.error, status.source.hint)]
+            if status.state is StreamState.FAILED:
+                who, error, hint = next((one for one in failed if one[1]), ("stream", "failed", None))
+                raise NotReady(f"stream {name} has failed: {who}: {error}", hint=hint)
+            if time.monotonic() >= deadline:
+                waits = "; ".join(f"{who}: {error}" for who, error, _ in failed if error)
+                raise NotReady(f"stream {name} is {status.state.value} after {timeout:g} s" + (waits and f": {waits}"))
+            pause.wait(LOOK_SECONDS)
+
+    # The control thread
+
+    def _control(self, store: StateStore, running: RunningStreams, operations: Operations, spark: SparkUse) -> None:
+        held = self._held
+        desk = RequestDesk(store, operations)
+        try:
+            operations.finish_deletions()
+            running.put(operations.streams())
+            running.start_ticker()
+            while not self._stopping.is_set():
+                running.raise_failure()
+                running.advance()
+                desk.serve()
+                self._take_job()
+        except Exception as failed:  # noqa: BLE001 - kept for whoever asks, and told
+            self.failure = failed
+            what = failed.message if isinstance(failed, MillstreamError) else type(failed).__name__
+            self._observers.on_event(Event("engine.failed", f"the engine stops: {what}", Level.ERROR))
+        finally:
+            running.stop()
+            running.attempt(spark.stop)
+            if held is not None:
+                running.attempt(held.close)
+            self._refuse_jobs()
+
+    def _take_job(self) -> None:
+        try:
+            act, future = self._jobs.get(timeout=TICK)
+        except queue.Empty:
+            return
+        try:
+            future.set_result(act())
+        except Exception as failed:  # noqa: BLE001 - handed to whoever asked
+            future.set_exception(failed)
+
+    def _refuse_jobs(self) -> None:
+        while not self._jobs.empty():
+            self._jobs.get()[1].set_exception(RequestFailed("the engine has stopped"))
+
+    def _do(self, act: Callable[[Operations], T]) -> T:
+        """Have the control do something, and wait for it."""
+        operations, thread = self._operations, self._thread
+        if operations is None or thread is None:
+            raise RequestFailed("the engine was not started")
+        future: Future[T] = Future()
+        self._jobs.put((lambda: act(operations), future))
+        while thread.is_alive() or future.done():
+            try:
+                return future.result(timeout=1.0)
+            except TimeoutError:
+                continue
+        raise RequestFailed("the engine has stopped")
+
+    def _ask(self, verb: str, arguments: Json) -> Json:
+        return ask(self._home, verb, arguments, self._observers)

@@ -1,0 +1,210 @@
+"""What can be done to the streams of a home: put, pause, resume, delete. Whether or not they run in this process.
+
+Whoever calls this owns the home (`Home.lock`). Each operation writes down what is wanted before it
+does anything about it, and can be repeated: one that was interrupted is finished by the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from millstream.config.definition import definition, from_definition, same_source
+from millstream.engine.commit import ack_position
+from millstream.engine.deletion import Deletion
+from millstream.engine.home import Home
+from millstream.engine.status import unknown_stream
+from millstream.errors import ConfigError, MillstreamError, NotSupported, UnknownStream
+from millstream.failpoint import failpoint
+from millstream.model import Json, Mode, StreamSpec, TargetSpec
+from millstream.observe import Event, Level, Observer
+from millstream.sources import open_source
+from millstream.state.base import StateStore
+from millstream.targets import open_target
+
+if TYPE_CHECKING:
+    # It brings Spark with it, and most commands need none.
+    from millstream.engine.running import RunningStreams
+
+
+class Operations:
+    """One thread. `running` is what runs in this process, if anything does."""
+
+    def __init__(
+        self, home: Home, store: StateStore, observer: Observer, running: RunningStreams | None = None
+    ) -> None:
+        self._home = home
+        self._store = store
+        self._observer = observer
+        self._running = running
+
+    def streams(self) -> list[StreamSpec]:
+        """The streams of the home, except for those that are being deleted."""
+        gone = self._store.deletions()
+        return [self._spec(name) for name in self._store.list_streams() if name not in gone]
+
+    def upsert(self, streams: Sequence[StreamSpec]) -> None:
+        """Create or replace streams, all checked before the first is written; they run from then on, if anything does.
+
+        A stream that is the same already is left alone. Raises ConfigError for what cannot be.
+        """
+        for stream in streams:
+            check_stream(stream)
+        self._check_sources(streams)
+        for stream in streams:
+            described = definition(stream)
+            if self._store.get_stream(stream.name) != described:
+                self._store.put_stream(stream.name, described)
+                failpoint("engine.stream_saved")
+                self._tell("stream.applied", f"stream {stream.name} is what was asked for", stream.name)
+        if self._running is not None:
+            self._running.put(streams)
+            self._running.report()
+
+    def pause(self, name: str, target: str | None = None) -> None:
+        """Deliver no more to the target, or to any of the stream. Returns when the batch at hand has ended."""
+        targets = self._targets(name, target)
+        self._store.set_paused(name, target or "", True)
+        failpoint("engine.pause_saved")
+        if self._running is not None:
+            self._running.stop_targets(name, targets)
+            self._running.report()
+        self._tell("stream.paused", f"{self._what(name, target)} is paused", name, target)
+
+    def resume(self, name: str, target: str | None = None) -> None:
+        """Go on from the checkpoints. What has failed for good is given another try."""
+        targets = self._targets(name, target)
+        paused = self._store.paused(name)
+        if target is not None and "" in paused:
+            # The whole stream was paused: from now on it is all of its targets but this one.
+            for other in self._targets(name, None):
+                if other != target:
+                    self._store.set_paused(name, other, True)
+        for one in ["", *targets]:
+            self._store.set_paused(name, one, False)
+        failpoint("engine.resume_saved")
+        if self._running is not None:
+            self._running.start_anew(name)
+            self._running.report()
+        self._tell("stream.resumed", f"{self._what(name, target)} goes on", name, target)
+
+    def delete(self, name: str, *, keep_slot: bool = False, keep_target: bool = False) -> Json:
+        """Remove a stream and everything that is kept for it. What was delivered stays where it is.
+
+        Returns what became of its source and its targets. Raises SourceUnavailable when the source
+        cannot be reached to give the slot back: the deletion is remembered, and the next call goes on.
+        """
+        self._definition(name)
+        self._store.begin_deletion(name, {"keep_slot": keep_slot, "keep_target": keep_target})
+        failpoint("engine.deletion_begun")
+        return self._finish(name, {"keep_slot": keep_slot, "keep_target": keep_target})
+
+    def finish_deletions(self) -> None:
+        """Go on with what was interrupted. What still cannot be done is told, and stays for the next time."""
+        for name, options in self._store.deletions().items():
+            try:
+                self._finish(name, options)
+            except MillstreamError as failed:
+                message = f"stream {name} is not deleted yet: {failed.message}"
+                fields = {"error": type(failed).__name__, "hint": failed.hint}
+                self._observer.on_event(Event("stream.deletion_failed", message, Level.WARNING, name, fields=fields))
+
+    def _finish(self, name: str, options: Json) -> Json:
+        stream = self._spec(name)
+        if self._running is not None:
+            self._running.remove(name)
+        done = Deletion(self._home, self._store, stream, **options).run()
+        self._tell("stream.deleted", f"stream {name} is deleted", name)
+        return done
+
+    # What is there
+
+    def _spec(self, name: str) -> StreamSpec:
+        """The stream, with the password that may stand in its URI if this process was given it."""
+        given = self._running.spec(name) if self._running is not None else None
+        return given if given is not None else from_definition(self._definition(name))
+
+    def _definition(self, name: str) -> Json:
+        found = self._store.get_stream(name)
+        if found is None:
+            raise unknown_stream(name, self._store.list_streams(), self._home)
+        return found
+
+    def _targets(self, name: str, target: str | None) -> list[str]:
+        known = [one["name"] for one in self._definition(name)["targets"]]
+        if name in self._store.deletions():
+            raise ConfigError(f"stream {name} is being deleted", hint=f"finish that first: millstream delete {name}")
+        if target is None:
+            return known
+        if target not in known:
+            near = get_close_matches(target, known, n=1)
+            there = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+            raise UnknownStream(f"stream {name} has no target {target}: {there}")
+        return [target]
+
+    def _check_sources(self, streams: Sequence[StreamSpec]) -> None:
+        """Streams on one source must agree on it, and a stream keeps its source."""
+        replaced = {stream.name for stream in streams}
+        gone = self._store.deletions()
+        for stream in streams:
+            if stream.name in gone:
+                raise ConfigError(
+                    f"stream {stream.name} is being deleted",
+                    hint=f"finish that first: millstream delete {stream.name}",
+                )
+            there = self._store.get_stream(stream.name)
+            if there is not None and there["source"]["name"] != stream.source.name:
+                raise ConfigError(
+                    f"stream {stream.name} reads source {there['source']['name']}, not {stream.source.name}",
+                    hint=f"a stream keeps its source: delete it first (millstream delete {stream.name}), or name "
+                    "the new one differently",
+                )
+        others = [spec for spec in self.streams() if spec.name not in replaced]
+        for stream in streams:
+            for other in (*others, *streams):
+                if other.source.name == stream.source.name and not same_source(other.source, stream.source):
+                    raise ConfigError(
+                        f"streams {other.name} and {stream.name} describe source {stream.source.name} differently",
+                        hint="make all but `tables` equal, or give one of the sources another name",
+                    )
+
+    def _what(self, name: str, target: str | None) -> str:
+        return f"stream {name}" if target is None else f"target {target} of stream {name}"
+
+    def _tell(self, kind: str, message: str, stream: str, target: str | None = None) -> None:
+        self._observer.on_event(Event(kind, message, stream=stream, target=target))
+
+
+def check_stream(stream: StreamSpec) -> None:
+    """Raise ConfigError, or NotSupported, for a stream that can never run. Connects to nothing."""
+    place = Home(".")
+    place.journal_path(stream.source.name)
+    if not stream.targets:
+        raise ConfigError(f"stream {stream.name} has no target")
+    names = [target.name for target in stream.targets]
+    for name in names:
+        place.checkpoint_path(stream.name, name)
+        if names.count(name) > 1:
+            raise ConfigError(f"stream {stream.name} has two targets named {name}")
+    if stream.mode is not Mode.CDC:
+        raise NotSupported(
+            f"stream {stream.name}: mode {stream.mode.value} is not available in this version", hint="use mode cdc"
+        )
+    ack_position(stream.commit, stream.targets, {}, journal_id="", head=None, start_position=0)
+    open_source(stream.source).close()
+    for target in stream.targets:
+        _check_target(stream, target)
+
+
+def _check_target(stream: StreamSpec, target: TargetSpec) -> None:
+    try:
+        open_target(target)
+    except ValidationError as wrong:
+        said = "; ".join(
+            f"{'.'.join(str(part) for part in error['loc'])}: {error['msg']}"
+            for error in wrong.errors(include_input=False, include_url=False)
+        )
+        raise ConfigError(f"stream {stream.name}, target {target.name}: {said}") from None

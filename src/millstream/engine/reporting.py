@@ -1,0 +1,84 @@
+"""What a process writes down of the streams it runs, for everybody who asks how they are."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+
+from millstream.engine.delivery import DeliveryQuery
+from millstream.engine.status import CaptureReport, TargetReport
+from millstream.model import StreamSpec, StreamState
+from millstream.state.base import Runtime, StateStore
+
+
+class Reporter:
+    """Writes runtime states. From any thread, one report at a time."""
+
+    def __init__(self, store: StateStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._reported_at = float("-inf")
+
+    def is_due(self, interval_ms: int) -> bool:
+        """Whether the last report is older than that; if so, the next one is counted as made."""
+        now = time.monotonic()
+        with self._lock:
+            if now - self._reported_at < interval_ms / 1000:
+                return False
+            self._reported_at = now
+            return True
+
+    def write(
+        self,
+        stream: StreamSpec,
+        capture: CaptureReport,
+        queries: Mapping[str, DeliveryQuery],
+        everyone: StreamState | None = None,
+    ) -> None:
+        """A stream and each of its targets. `everyone`: the state of all that has not failed and is not paused."""
+        with self._lock:
+            paused = self._store.paused(stream.name)
+            for target in stream.targets:
+                stopped = not paused.isdisjoint({"", target.name})
+                self._store.set_runtime(self._target(stream, target.name, queries.get(target.name), everyone, stopped))
+            state = self._stream_state(stream, capture, queries, paused)
+            if everyone is not None and state not in (StreamState.FAILED, StreamState.PAUSED):
+                state = everyone
+            self._store.set_runtime(Runtime(stream.name, "", state, capture.to_json()))
+
+    def _target(
+        self, stream: StreamSpec, name: str, query: DeliveryQuery | None, everyone: StreamState | None, paused: bool
+    ) -> Runtime:
+        if query is None or paused:
+            state = StreamState.PAUSED if paused else everyone or StreamState.CREATED
+            return Runtime(stream.name, name, state, TargetReport().to_json())
+        said, error = query.status(), query.error
+        report = TargetReport(
+            events=said["events"],
+            bytes=said["bytes"],
+            batches=said["batches"],
+            retrying=said["retrying"],
+            error=error.message if error else None,
+            hint=error.hint if error else None,
+        )
+        state = query.state if query.state is StreamState.FAILED or everyone is None else everyone
+        return Runtime(stream.name, name, state, report.to_json())
+
+    def _stream_state(
+        self, stream: StreamSpec, capture: CaptureReport, queries: Mapping[str, DeliveryQuery], paused: set[str]
+    ) -> StreamState:
+        if capture.state == "halted":
+            return StreamState.FAILED
+        flowing = [target.name for target in stream.targets if paused.isdisjoint({"", target.name})]
+        if not flowing:
+            return StreamState.PAUSED
+        states = [queries[name].state for name in flowing if name in queries]
+        if StreamState.FAILED in states:
+            return StreamState.FAILED
+        if not states:
+            return StreamState.CREATED
+        end = capture.source.get("seq")
+        cursors = [cursor for cursor in self._store.cursors(stream.name) if cursor.target in flowing]
+        behind = end is not None and any(cursor.seq < end for cursor in cursors)
+        return StreamState.CATCHING_UP if behind or len(states) < len(flowing) else StreamState.RUNNING

@@ -1,0 +1,138 @@
+"""What other processes ask of the one that runs a home, through its state store.
+
+A request is a row: a verb and its arguments. The process that owns the home takes it up within half
+a second and writes the answer beside it. Without such a process whoever asks becomes the owner for
+a moment and does it himself; also when the owner dies before it has answered.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import millstream.errors
+from millstream.config.definition import definition, from_definition, has_secret
+from millstream.engine.faults import FaultLog
+from millstream.engine.home import Home
+from millstream.engine.operations import Operations
+from millstream.errors import ConfigError, HomeLocked, MillstreamError, RequestFailed
+from millstream.failpoint import failpoint
+from millstream.model import Json, StreamSpec
+from millstream.observe import Observer
+from millstream.state.base import StateStore
+
+LOOK_SECONDS = 0.4
+"""How often the owner looks for requests,"""
+ASK_SECONDS = 0.05
+"""and who asked for the answer."""
+PATIENCE = 180.0
+"""Seconds after which no answer is an error: a pause waits for a batch, a deletion for a source."""
+
+
+def perform(operations: Operations, verb: str, arguments: Mapping[str, Any]) -> Json:
+    """Do what a verb says. Its arguments are JSON."""
+    if verb == "upsert":
+        operations.upsert([from_definition(stream) for stream in arguments["streams"]])
+    elif verb == "pause":
+        operations.pause(arguments["name"], arguments["target"])
+    elif verb == "resume":
+        operations.resume(arguments["name"], arguments["target"])
+    elif verb == "delete":
+        keep = {"keep_slot": arguments["keep_slot"], "keep_target": arguments["keep_target"]}
+        return operations.delete(arguments["name"], **keep)
+    else:
+        raise ConfigError(
+            f"there is no request {verb!r}", hint="both processes must have the same version of millstream"
+        )
+    return {}
+
+
+class RequestDesk:
+    """The owner's side. The control's thread."""
+
+    def __init__(self, store: StateStore, operations: Operations) -> None:
+        self._store = store
+        self._operations = operations
+        self._looked_at = float("-inf")
+
+    def serve(self) -> None:
+        """Take up what was asked, if it is time to look."""
+        if time.monotonic() - self._looked_at < LOOK_SECONDS:
+            return
+        for request in self._store.pending():
+            try:
+                result = perform(self._operations, request.verb, request.arguments)
+                answer: Json = {"result": result}
+            except MillstreamError as failed:
+                answer = {"error": {"kind": type(failed).__name__, "message": failed.message, "hint": failed.hint}}
+            failpoint("engine.request_done")
+            self._store.answer(request.id, answer)
+        self._looked_at = time.monotonic()
+
+
+def ask(home: Home, verb: str, arguments: Json, observer: Observer, patience: float = PATIENCE) -> Json:
+    """Have the home's owner do it, or do it here if it has none. Raises what it raised."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            with home.lock(brief=True):
+                return _act(home, verb, arguments, observer)
+        except HomeLocked as locked:
+            answer = _request(home, verb, arguments, deadline, locked)
+        if answer is not None:
+            return _unpacked(answer)
+
+
+def _act(home: Home, verb: str, arguments: Json, observer: Observer) -> Json:
+    store = home.open_state()
+    try:
+        operations = Operations(home, store, FaultLog(store, observer))
+        if verb != "delete":
+            operations.finish_deletions()
+        return perform(operations, verb, arguments)
+    finally:
+        store.close()
+
+
+def _request(home: Home, verb: str, arguments: Json, deadline: float, owner: HomeLocked) -> Mapping[str, Any] | None:
+    """Leave the request and wait for its answer. None if the owner is gone and somebody has to do it."""
+    store = home.open_state()
+    pause = threading.Event()
+    try:
+        id = store.submit(verb, arguments)
+        while True:
+            found = store.get_request(id)
+            if found is not None and found.answer is not None:
+                return found.answer
+            if home.owner() is None and store.withdraw(id):
+                return None
+            if time.monotonic() >= deadline and store.withdraw(id):
+                raise RequestFailed(
+                    f"no answer came: {owner.message}", hint="it may be busy; look at `millstream status`"
+                )
+            pause.wait(ASK_SECONDS)
+    finally:
+        store.close()
+
+
+def _unpacked(answer: Mapping[str, Any]) -> Json:
+    error = answer.get("error")
+    if error is None:
+        return dict(answer["result"])
+    kind = getattr(millstream.errors, error["kind"], None)
+    if not (isinstance(kind, type) and issubclass(kind, MillstreamError)):
+        kind = RequestFailed
+    raise kind(error["message"], hint=error["hint"])
+
+
+def as_arguments(streams: Sequence[StreamSpec]) -> Json:
+    """Streams for a request. Raises ConfigError for one with a password in it: that is never written down."""
+    for stream in streams:
+        if has_secret(stream):
+            raise ConfigError(
+                f"stream {stream.name}: a password stands in the URI of its source, and is never written down",
+                hint="take it out and name where it is: auth_ref: env:NAME or file:PATH",
+            )
+    return {"streams": [definition(stream) for stream in streams]}

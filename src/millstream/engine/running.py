@@ -1,0 +1,356 @@
+"""The streams that a process runs: one capture per source, one query per stream and target.
+
+One thread, the *control*, changes what runs; a second one, the *ticker*, acknowledges and reports
+meanwhile, so that a pause that waits for its batch holds up nobody else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from millstream.config.definition import from_definition
+from millstream.engine.captures import Capture
+from millstream.engine.delivery import DeliveryQuery
+from millstream.engine.home import Home
+from millstream.engine.reporting import Reporter
+from millstream.errors import MillstreamError
+from millstream.journal import JournalReader
+from millstream.model import Cursor, StreamSpec, StreamState, TargetSpec
+from millstream.observe import Event, Level, Observer
+from millstream.spark.probe import Needed, is_local, look_at_executors
+from millstream.state.base import StateStore
+from millstream.targets import open_target
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+TICK = 0.1
+PLAN_GRACE = 60.0
+"""Seconds a superseded segment outlives the start of the oldest batch that may refer to it."""
+
+Tables = tuple[str, ...] | None
+"""Patterns of a stream's tables; None when the source has no others."""
+
+
+@dataclass
+class Delivery:
+    """A query that was started, and the tables that it was told are the stream's."""
+
+    query: DeliveryQuery
+    tables: Tables
+
+
+@dataclass
+class Member:
+    """A stream that runs here."""
+
+    spec: StreamSpec
+    deliveries: dict[str, Delivery] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+
+class RunningStreams:
+    """What runs. All methods are the control's, except for those that say otherwise."""
+
+    def __init__(
+        self,
+        home: Home,
+        store: StateStore,
+        spark: Callable[[], SparkSession],
+        observer: Observer,
+        *,
+        once: bool = False,
+    ) -> None:
+        self._home = home
+        self._store = store
+        self._spark = spark
+        self._observer = observer
+        self._once = once
+        self._members: dict[str, Member] = {}
+        self._captures: dict[str, Capture] = {}
+        self._fit: set[str] = set()
+        """Sources whose journal the executors of the cluster were seen to reach."""
+        self._reporter = Reporter(store)
+        self._wake = threading.Event()
+        self._over = threading.Event()
+        self._ticker = threading.Thread(target=self._tick_on, name="ticker", daemon=True)
+        self._failure: Exception | None = None
+        """What the ticker died of, if it did."""
+
+    # What runs
+
+    @property
+    def members(self) -> list[Member]:
+        return list(self._members.values())
+
+    @property
+    def captures(self) -> list[Capture]:
+        return list(self._captures.values())
+
+    @property
+    def queries(self) -> list[DeliveryQuery]:
+        return [delivery.query for member in self.members for delivery in list(member.deliveries.values())]
+
+    def spec(self, name: str) -> StreamSpec | None:
+        """A stream as it was given to this process: with the password that may stand in its URI."""
+        found = self._members.get(name)
+        return found.spec if found else None
+
+    # Changes of what runs
+
+    def put(self, streams: Iterable[StreamSpec]) -> None:
+        """Run these streams; one that runs already, and is not the same any more, from its cursors on."""
+        for stream in streams:
+            member = self._members.get(stream.name)
+            if member is not None and member.spec != stream:
+                self._stop(member.deliveries)
+                member.spec = stream
+            self._members.setdefault(stream.name, Member(stream))
+        self._arrange()
+
+    def remove(self, name: str) -> None:
+        """Run this stream no more. Returns when its batches have ended; its capture too, if nobody else needs it."""
+        member = self._members.pop(name, None)
+        if member is not None:
+            self._stop(member.deliveries)
+        self._arrange()
+
+    def stop_targets(self, name: str, targets: Iterable[str]) -> None:
+        """End the delivery to these targets. Returns when their batches have ended."""
+        member = self._members.get(name)
+        if member is not None:
+            self._stop(member.deliveries, targets)
+
+    def start_anew(self, name: str) -> None:
+        """Give what has failed of this stream, or of its capture, another try."""
+        member = self._members.get(name)
+        if member is None:
+            return
+        self._stop(member.deliveries, [n for n, one in member.deliveries.items() if one.query.done])
+        capture = self._captures[member.spec.source.name]
+        if capture.error is not None:
+            capture.failure = None
+            if capture.started:
+                capture.restart()
+
+    def _stop(self, deliveries: dict[str, Delivery], targets: Iterable[str] | None = None) -> None:
+        for target in list(deliveries if targets is None else targets):
+            delivery = deliveries.get(target)
+            if delivery is not None:
+                delivery.query.stop()
+                del deliveries[target]
+
+    def _arrange(self) -> None:
+        """Let each capture serve exactly the streams that the home has on its source."""
+        deleting = self._store.deletions()
+        streams = [self._known(name) for name in self._store.list_streams() if name not in deleting]
+        needed = {member.spec.source.name: member.spec.source for member in self.members}
+        for name in [name for name in self._captures if name not in needed]:
+            self._captures.pop(name).forget()
+        for name, source in needed.items():
+            sharing = [stream for stream in streams if stream.source.name == name]
+            tables = dict.fromkeys(pattern for stream in sharing for pattern in stream.source.tables)
+            whole = replace(source, tables=tuple(tables))
+            for member in self.members:
+                if member.spec.source.name == name:
+                    stale = _own_tables(member.spec, whole.tables)
+                    self._stop(member.deliveries, [t for t, one in member.deliveries.items() if one.tables != stale])
+            if name in self._captures:
+                self._captures[name].change(whole, sharing)
+            else:
+                self._captures[name] = Capture(whole, sharing, self._home, self._store, self._observer)
+
+    def _known(self, name: str) -> StreamSpec:
+        given = self.spec(name)
+        return given if given is not None else from_definition(self._store.get_stream(name) or {})
+
+    # Starting what is due
+
+    def start_captures(self, *, strict: bool) -> None:
+        """Compare cursors and journals, then start the captures that do not run yet. `strict`: raise what is wrong."""
+        waiting = [capture for capture in self.captures if not capture.started and capture.failure is None]
+        for capture in waiting:
+            try:
+                capture.check([member.name for member in self._of(capture)])
+            except MillstreamError as failed:
+                capture.failure = failed
+                if strict:
+                    raise
+                fields = {"source": capture.source.name, "error": type(failed).__name__, "hint": failed.hint}
+                self._observer.on_event(Event("capture.halted", failed.message, Level.ERROR, fields=fields))
+        for capture in waiting:
+            if capture.failure is None:
+                capture.start()
+
+    def advance(self, *, strict: bool = False) -> bool:
+        """Start what can be started now, and say whether all runs that should. `strict`: raise what keeps it off."""
+        self.start_captures(strict=strict)
+        settled = True
+        for capture in self.captures:
+            due = self._due(capture)
+            if not due:
+                continue
+            if not self._is_ready(capture, strict=strict):
+                settled = False
+                continue
+            for member, target in due:
+                self._start(member, target, capture)
+        return settled
+
+    def _is_ready(self, capture: Capture, *, strict: bool) -> bool:
+        if strict:
+            return capture.ready(once=self._once)
+        with suppress(MillstreamError):  # it is told by the capture's own state
+            return capture.started and capture.ready(once=self._once)
+        return False
+
+    def _due(self, capture: Capture) -> list[tuple[Member, TargetSpec]]:
+        return [
+            (member, target)
+            for member in self._of(capture)
+            for target in member.spec.targets
+            if target.name not in member.deliveries and not is_paused(self._store, member.name, target.name)
+        ]
+
+    def _start(self, member: Member, target: TargetSpec, capture: Capture) -> None:
+        spark = self._spark()
+        self._look_at_executors(spark, capture)
+        tables = _own_tables(member.spec, capture.source.tables)
+        query = DeliveryQuery(
+            spark,
+            member.spec,
+            target,
+            open_target(target),
+            capture.locations,
+            self._store,
+            self._home.checkpoint_path(member.name, target.name),
+            self._observer,
+            once=self._once,
+            on_cursor=self._on_cursor,
+            tables=tables,
+        )
+        member.deliveries[target.name] = Delivery(query, tables)
+        query.start()
+        if all(one.name in member.deliveries or self.paused(member.name, one.name) for one in member.spec.targets):
+            self.report()
+            message = f"stream {member.name} is ready: what is committed from now on is delivered"
+            self._observer.on_event(Event("stream.ready", message, stream=member.name))
+
+    def paused(self, name: str, target: str) -> bool:
+        return is_paused(self._store, name, target)
+
+    def _look_at_executors(self, spark: SparkSession, capture: Capture) -> None:
+        """Tell before the first batch if a cluster is not fit. On one host there is nothing that could differ."""
+        if capture.source.name in self._fit or is_local(spark):
+            return
+        journal_id = JournalReader(capture.locations).header().journal_id
+        found = look_at_executors(spark, Needed.here({tuple(capture.locations): journal_id}))
+        self._fit.add(capture.source.name)
+        hosts = sorted({executor.host for executor in found})
+        message = f"{len(found)} executors on {', '.join(hosts)} are fit for delivery"
+        fields = {"executors": len(found), "hosts": hosts}
+        self._observer.on_event(Event("spark.executors_fit", message, fields=fields))
+
+    def _of(self, capture: Capture) -> list[Member]:
+        return [member for member in self.members if member.spec.source.name == capture.source.name]
+
+    # How it goes
+
+    def caught_up(self, capture: Capture) -> bool:
+        """Whether the targets that run here have all that is in the journal."""
+        end = capture.report().source.get("seq") or 0
+        cursors = [cursor for member in self._of(capture) for cursor in self._store.cursors(member.name)]
+        return all(cursor.seq >= end for cursor in cursors)
+
+    def failed(self) -> bool:
+        broken = any(query.state is StreamState.FAILED for query in self.queries)
+        return broken or any(capture.error is not None for capture in self.captures)
+
+    # The ticker
+
+    def start_ticker(self) -> None:
+        """Acknowledge and report from now on, on a thread of its own."""
+        self._ticker.start()
+
+    def _on_cursor(self, cursor: Cursor) -> None:
+        self._wake.set()
+
+    def _tick_on(self) -> None:
+        while not self._over.is_set():
+            self._wake.wait(TICK)
+            self._wake.clear()
+            try:
+                self.acknowledge()
+                self.report(due=True)
+            except Exception as failed:  # noqa: BLE001 - the control raises it
+                self._failure = failed
+                return
+
+    def raise_failure(self) -> None:
+        """Raise what the ticker died of, if it did: nothing is acknowledged any more, and the run must end."""
+        if self._failure is not None:
+            raise self._failure
+
+    def acknowledge(self) -> None:
+        """Tell each capture what all streams of its source have. From any thread."""
+        for capture in self.captures:
+            capture.acknowledge()
+
+    def report(self, everyone: StreamState | None = None, *, due: bool = False) -> None:
+        """Write down how things are; with `due`, as often as the shortest `checkpoint_interval` says. Any thread."""
+        members = self.members
+        if due and not self._reporter.is_due(min((m.spec.checkpoint_interval_ms for m in members), default=1000)):
+            return
+        for capture in self.captures:
+            if capture.started:
+                capture.retain()
+            mine = [one.query for member in self._of(capture) for one in list(member.deliveries.values())]
+            if mine:
+                capture.release(min(query.planning_since for query in mine) - PLAN_GRACE)
+            report = capture.report()
+            for member in self._of(capture):
+                queries = {name: one.query for name, one in list(member.deliveries.items())}
+                self._reporter.write(member.spec, report, queries, everyone)
+
+    # The end
+
+    def stop(self) -> None:
+        """Finish batches, acknowledge what they delivered, say the last word, stop captures."""
+        self._over.set()
+        self._wake.set()
+        steps: list[Callable[[], None]] = [query.stop for query in self.queries]
+        steps += [self._ticker.join] if self._ticker.is_alive() else []
+        steps += [self._last_words]
+        steps += [capture.stop for capture in self.captures]
+        for step in steps:
+            self.attempt(step)
+
+    def attempt(self, step: Callable[[], None]) -> None:
+        """Try one step of an orderly end: the others must be tried too, and exactness rests on none of them."""
+        try:
+            step()
+        except Exception as broken:  # noqa: BLE001 - told
+            what = f"a step of the orderly end failed: {type(broken).__name__}"
+            self._observer.on_event(Event("run.stop_failed", what, Level.WARNING))
+
+    def _last_words(self) -> None:
+        if all(capture.started for capture in self.captures):
+            self.acknowledge()
+            self.report(None if self.failed() else StreamState.STOPPED)
+
+
+def is_paused(store: StateStore, stream: str, target: str) -> bool:
+    """Whether this target was paused, alone or with its stream."""
+    return not store.paused(stream).isdisjoint({"", target})
+
+
+def _own_tables(stream: StreamSpec, captured: Sequence[str]) -> Tables:
+    """Which tables a delivery takes. None if the source has no others: a table that is renamed is then not lost."""
+    return None if set(stream.source.tables) == set(captured) else stream.source.tables

@@ -1,0 +1,85 @@
+"""An engine on a real Postgres: what it makes there, what it leaves, what the doctor finds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+from millstream import Engine, Mode, StreamSpec, TargetSpec
+from millstream.doctor import State, check_slots
+from tests.fixtures.capture import source_spec
+from tests.fixtures.engines import QUICK, await_that, delivered
+from tests.fixtures.postgres import Database
+
+pytestmark = [pytest.mark.postgres, pytest.mark.timeout(120)]
+
+
+def stream(root: Path, database: Database, name: str, *tables: str) -> StreamSpec:
+    """On the source `shop`, which has the slot `millstream_` and the database's name."""
+    source = source_spec(database, *tables, options={"slot": f"millstream_{database.name}"})
+    target = TargetSpec("log", "files", QUICK, options={"path": str(root / name / "log")})
+    return StreamSpec(name, source, Mode.CDC, (target,), checkpoint_interval_ms=100)
+
+
+def made_on(database: Database) -> tuple[int, int]:
+    """How many slots and publications the database has."""
+    ((slots,),) = database.sql(f"SELECT count(*) FROM pg_replication_slots WHERE database = '{database.name}'")
+    ((publications,),) = database.sql("SELECT count(*) FROM pg_publication")
+    return int(slots), int(publications)
+
+
+def create(database: Database) -> None:
+    for table in ("orders", "items"):
+        database.sql(f"CREATE TABLE {table} (id int PRIMARY KEY, note text)")
+
+
+def test_deleting_the_last_stream_leaves_nothing_on_the_server(
+    engine: Engine, database: Database, tmp_path: Path
+) -> None:
+    create(database)
+    with engine:
+        engine.upsert_stream(stream(tmp_path, database, "orders", "public.orders"))
+        engine.upsert_stream(stream(tmp_path, database, "items", "public.items"))
+        for name in ("orders", "items"):
+            engine.await_ready(name, 30)
+        database.sql("INSERT INTO orders VALUES (1, 'an order'); INSERT INTO items VALUES (2, 'an item')")
+        for name, expected in (("orders", (1, "an order")), ("items", (2, "an item"))):
+            await_that(lambda name=name: engine.get_status(name).events_replicated == 1)  # type: ignore[misc]
+            assert delivered(tmp_path, name) == {f"public.{name}": [expected]}
+        assert made_on(database) == (1, 2)
+        assert engine.delete_stream("items")["source"] == "in use by orders"
+        assert made_on(database) == (1, 2)
+        engine.await_ready("orders", 30)
+        ((published,),) = database.sql("SELECT string_agg(tablename, ' ') FROM pg_publication_tables")
+        assert published == "orders"
+    database.sql("SELECT pg_create_logical_replication_slot('millstream_orphan_' || current_database(), 'pgoutput')")
+    found = check_slots(engine.home.path)
+    orphan = f"millstream_orphan_{database.name}"
+    (warning,) = [one for one in found if orphan in one.found]
+    assert warning.state is State.WARNING
+    assert warning.fix is not None
+    assert f"pg_drop_replication_slot('{orphan}')" in warning.fix
+    database.sql(f"SELECT pg_drop_replication_slot('{orphan}')")
+    assert not any(database.name in one.found for one in check_slots(engine.home.path))
+    assert engine.delete_stream("orders")["source"] == "removed"
+    assert made_on(database) == (0, 0)
+
+
+@pytest.mark.spark
+def test_two_streams_share_a_source_and_a_session(spark: SparkSession, database: Database, tmp_path: Path) -> None:
+    create(database)
+    with Engine(tmp_path / "home") as engine:
+        engine.upsert_streams(
+            [stream(tmp_path, database, name, f"public.{name}") for name in ("orders", "items")],
+        )
+        for name in ("orders", "items"):
+            engine.await_ready(name, 60)
+        database.sql("INSERT INTO orders SELECT i, 'order' FROM generate_series(1, 50) i")
+        database.sql("INSERT INTO items SELECT i, 'item' FROM generate_series(1, 70) i")
+        for name, count in (("orders", 50), ("items", 70)):
+            await_that(lambda n=name, c=count: engine.get_status(n).events_replicated == c, 60)  # type: ignore[misc]
+    for name, count in (("orders", 50), ("items", 70)):
+        assert delivered(tmp_path, name) == {f"public.{name}": [(i, name[:-1]) for i in range(1, count + 1)]}
+    assert spark.range(3).count() == 3, "a session that was there before must be left running"

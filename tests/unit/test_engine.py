@@ -1,0 +1,183 @@
+"""Streams managed from Python: added, paused, resumed and deleted while the engine runs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from millstream import Checkpoint, Engine, Mode, Replicator, StreamState
+from millstream.errors import ConfigError, HomeLocked, NotReady, NotSupported, UnknownStream
+from millstream.testing import Script
+from tests.fixtures.delivery import Watching
+from tests.fixtures.engines import await_that, delivered, stream
+
+
+def test_the_life_of_a_stream(engine: Engine, script: Script, tmp_path: Path, watching: Watching) -> None:
+    replicator: Replicator = engine
+    assert (replicator.kind, replicator.list_streams()) == ("millstream", [])
+    engine.start()
+    shop = stream(script, tmp_path)
+    replicator.upsert_stream(shop)
+    assert replicator.list_streams() == [shop]
+    engine.await_ready("shop", 20)
+    script.insert("public.orders", id=1, note="first")
+    await_that(lambda: replicator.get_status("shop").events_replicated == 1)
+
+    replicator.pause("shop")
+    replicator.pause("shop")
+    assert replicator.get_status("shop").state is StreamState.PAUSED
+    before = replicator.get_status("shop")
+    script.insert("public.items", id=2, note="while it was paused")
+    await_that(lambda: replicator.get_status("shop").lag_events == 1)
+    assert delivered(tmp_path) == {"public.orders": [(1, "first")]}
+    assert replicator.get_status("shop").last_checkpoint == before.last_checkpoint
+
+    replicator.resume("shop")
+    replicator.resume("shop")
+    await_that(lambda: replicator.get_status("shop").lag_events == 0)
+    expected = {"public.items": [(2, "while it was paused")], "public.orders": [(1, "first")]}
+    assert delivered(tmp_path) == expected
+    status = engine.await_ready("shop", 20)
+    assert status.state is StreamState.RUNNING
+    assert (status.events_replicated, status.errors_last_hour, status.last_error) == (2, 0, None)
+    assert status.last_checkpoint is not None
+    assert status.last_event == status.last_checkpoint.wall
+    assert status.last_checkpoint.seq == 2
+    assert [(table.name, table.events_replicated) for table in status.tables_replicated] == [
+        ("public.items", 1),
+        ("public.orders", 1),
+    ]
+    assert status.bytes_replicated == sum(table.bytes_replicated for table in status.tables_replicated) > 0
+
+    replicator.delete_stream("shop")
+    assert replicator.list_streams() == []
+    assert script.confirmed("main") is None
+    assert not (engine.home.journal_path("main")).exists()
+    assert delivered(tmp_path) == expected, "what was delivered stays"
+    with pytest.raises(UnknownStream, match="has no stream shop"):
+        replicator.get_status("shop")
+    kinds = [event.kind for event in watching.events if event.kind.startswith("stream.")]
+    for kind in ("stream.applied", "stream.ready", "stream.paused", "stream.resumed", "stream.deleted"):
+        assert kind in kinds
+
+
+def test_two_streams_on_one_source_share_its_capture_and_get_their_own_tables(
+    engine: Engine, script: Script, tmp_path: Path
+) -> None:
+    engine.start()
+    engine.upsert_stream(stream(script, tmp_path, "orders", tables=("public.orders",)))
+    engine.await_ready("orders", 20)
+    script.insert("public.orders", id=1, note="before the other stream")
+    script.insert("public.items", id=1, note="nobody wants it yet")
+    await_that(lambda: engine.get_status("orders").events_replicated == 1)
+    engine.upsert_stream(stream(script, tmp_path, "items", tables=("public.items",)))
+    engine.await_ready("items", 20)
+    engine.await_ready("orders", 20)
+    with script.transaction() as changes:
+        changes.insert("public.orders", id=2, note="in one")
+        changes.insert("public.items", id=2, note="transaction")
+    await_that(lambda: all(engine.get_status(name).lag_events == 0 for name in ("orders", "items")))
+    await_that(lambda: engine.get_status("items").events_replicated == 1)
+    assert delivered(tmp_path, "orders") == {"public.orders": [(1, "before the other stream"), (2, "in one")]}
+    assert delivered(tmp_path, "items") == {"public.items": [(2, "transaction")]}
+    first, second = engine.get_status("items"), engine.get_status("orders")
+    assert first.source == second.source
+    # Paused, a stream holds what its source may forget; deleted, it leaves the source to the other.
+    engine.pause("items")
+    script.insert("public.orders", id=3, note="after")
+    await_that(lambda: engine.get_status("orders").events_replicated == 3)
+    held = script.confirmed("main")
+    done = engine.delete_stream("items")
+    assert done["source"] == "in use by orders"
+    await_that(lambda: script.confirmed("main") == script.end)
+    assert held is not None
+    assert held < script.end
+    script.insert("public.items", id=4, note="nobody wants it any more")
+    script.insert("public.orders", id=4, note="last")
+    await_that(lambda: engine.get_status("orders").events_replicated == 4)
+    assert [id_ for id_, _ in delivered(tmp_path, "orders")["public.orders"]] == [1, 2, 3, 4]
+
+
+def test_streams_outlive_the_engine_that_ran_them(engine: Engine, script: Script, tmp_path: Path) -> None:
+    engine.upsert_stream(stream(script, tmp_path, targets="log copy"))
+    engine.pause("shop", "copy")
+    assert engine.get_status("shop").state is StreamState.CREATED
+    with engine:
+        status = engine.await_ready("shop", 20)
+        assert [target.state for target in status.targets] == [StreamState.RUNNING, StreamState.PAUSED]
+        script.insert("public.orders", id=1, note="one")
+        await_that(lambda: delivered(tmp_path) == {"public.orders": [(1, "one")]})
+    assert engine.get_status("shop").targets[0].state is StreamState.STOPPED
+    engine.resume("shop", "copy")
+    with engine:
+        await_that(lambda: delivered(tmp_path, target="copy") == {"public.orders": [(1, "one")]})
+
+
+def test_a_replaced_stream_goes_on_from_its_checkpoint(engine: Engine, script: Script, tmp_path: Path) -> None:
+    engine.start()
+    engine.upsert_stream(stream(script, tmp_path))
+    engine.await_ready("shop", 20)
+    script.insert("public.orders", id=1, note="one")
+    await_that(lambda: engine.get_status("shop").events_replicated == 1)
+    engine.upsert_stream(stream(script, tmp_path, targets="log copy"))
+    engine.await_ready("shop", 20)
+    script.insert("public.orders", id=2, note="two")
+    for target in ("log", "copy"):
+        has = partial(delivered, tmp_path, target=target)
+        await_that(lambda has=has: has() == {"public.orders": [(1, "one"), (2, "two")]})  # type: ignore[misc]
+
+
+def test_what_cannot_be_is_refused(engine: Engine, script: Script, tmp_path: Path) -> None:
+    shop = stream(script, tmp_path)
+    engine.upsert_stream(shop)
+    for wrong, said in (
+        (replace(shop, targets=()), "has no target"),
+        (replace(shop, name="../shop"), "is no name"),
+        (replace(shop, commit="quorum:2"), "does not fit 1 target"),
+        (replace(shop, targets=shop.targets * 2), "two targets named log"),
+        (replace(shop, source=script.source("other")), "reads source main, not other"),
+        (replace(shop, source=replace(shop.source, kind="mysql")), "unknown kind"),
+        (replace(shop, name="bank", source=replace(shop.source, max_source_wal=1)), "describe source main differently"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            engine.upsert_stream(wrong)
+    with pytest.raises(NotSupported, match="mode snapshot"):
+        engine.upsert_stream(replace(shop, mode=Mode.SNAPSHOT))
+    assert engine.list_streams() == [shop]
+    with pytest.raises(UnknownStream, match=r"no stream shup: did you mean shop\?"):
+        engine.pause("shup")
+    with pytest.raises(UnknownStream, match=r"no target lag: did you mean log\?"):
+        engine.resume("shop", "lag")
+    with pytest.raises(NotSupported, match="cannot be replayed"):
+        engine.replay("shop", Checkpoint(0, 0, datetime.now(UTC)))
+
+
+def test_a_second_engine_is_told_who_runs_the_home(engine: Engine, tmp_path: Path) -> None:
+    engine.start()
+    with pytest.raises(HomeLocked, match=f"process {os.getpid()}"):
+        Engine(tmp_path / "home").start()
+
+
+def test_a_source_that_halts_fails_its_stream_and_resume_tries_again(
+    engine: Engine, script: Script, tmp_path: Path
+) -> None:
+    engine.start()
+    engine.upsert_stream(stream(script, tmp_path))
+    engine.await_ready("shop", 20)
+    (tmp_path / "script" / "slot-main.json").rename(tmp_path / "slot")
+    script.fail("the connection is lost")
+    await_that(lambda: engine.get_status("shop").state is StreamState.FAILED)
+    with pytest.raises(NotReady, match="has no slot"):
+        engine.await_ready("shop", 20)
+    status = engine.get_status("shop")
+    assert status.errors_last_hour >= 2
+    assert "has no slot" in (status.last_error or "")
+    (tmp_path / "slot").rename(tmp_path / "script" / "slot-main.json")
+    engine.resume("shop")
+    script.insert("public.orders", id=1, note="again")
+    await_that(lambda: delivered(tmp_path) == {"public.orders": [(1, "again")]})

@@ -1,0 +1,64 @@
+"""A target that is refused or cannot be reached: it alone stops, or comes back by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from millstream import Engine, StreamState, TargetSpec
+from millstream.engine import running
+from millstream.errors import NotReady, TargetUnavailable
+from millstream.targets import open_target
+from millstream.targets.base import Target
+from millstream.testing import Script
+from tests.fixtures.delivery import Watching
+from tests.fixtures.engines import await_that, delivered, stream
+from tests.unit.test_delivery import failing
+
+ONE = {"public.orders": [(1, "one")]}
+
+
+def test_a_refused_target_stops_alone_and_says_why(engine: Engine, script: Script, tmp_path: Path) -> None:
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop" / "copy").write_text("in the way")
+    engine.start()
+    engine.upsert_stream(stream(script, tmp_path, targets="copy log"))
+    with pytest.raises(NotReady, match=r"has failed: target copy: .*shop/copy"):
+        engine.await_ready("shop", 20)
+    await_that(lambda: engine.get_status("shop").targets[1].state is StreamState.RUNNING)
+    script.insert("public.orders", id=1, note="one")
+    await_that(lambda: delivered(tmp_path) == ONE)
+    status = engine.get_status("shop")
+    copy, log = status.targets
+    assert (status.state, copy.state, log.state) == (StreamState.FAILED, StreamState.FAILED, StreamState.RUNNING)
+    assert (copy.errors_last_hour, log.errors_last_hour, log.last_error) == (1, 0, None)
+    assert copy.error == copy.last_error == status.last_error
+    # The way is free again: a person says so.
+    (tmp_path / "shop" / "copy").unlink()
+    engine.resume("shop", "copy")
+    await_that(lambda: delivered(tmp_path, target="copy") == ONE)
+    assert engine.await_ready("shop", 20).targets[0].error is None
+
+
+def test_a_target_that_cannot_be_reached_comes_back_by_itself(
+    engine: Engine, script: Script, tmp_path: Path, watching: Watching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(spec: TargetSpec) -> Target:
+        target = open_target(spec)
+        gone = failing(TargetUnavailable("gone"), TargetUnavailable("still gone"))
+        return gone(target) if spec.name == "copy" else target
+
+    monkeypatch.setattr(running, "open_target", opened)
+    engine.start()
+    engine.upsert_stream(stream(script, tmp_path, targets="copy log"))
+    engine.await_ready("shop", 20)
+    script.insert("public.orders", id=1, note="one")
+    await_that(lambda: delivered(tmp_path) == ONE)
+    await_that(lambda: delivered(tmp_path, target="copy") == ONE)
+    watching.wait_for(lambda: bool([e for e in watching.events if e.kind == "delivery.recovered"]), 20)
+    retries = [event.fields["delay_ms"] for event in watching.of("delivery.retry")]
+    assert 250 <= retries[0] <= 500 <= retries[1] <= 1000, "it waits twice as long each time, with jitter"
+    status = engine.await_ready("shop", 20)
+    assert (status.errors_last_hour, status.targets[0].state) == (2, StreamState.RUNNING)
+    assert "still gone" in (status.last_error or "")
