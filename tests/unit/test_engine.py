@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -101,6 +103,25 @@ def test_two_streams_on_one_source_share_its_capture_and_get_their_own_tables(
     script.insert("public.orders", id=4, note="last")
     await_that(lambda: engine.get_status("orders").events_replicated == 4)
     assert [id_ for id_, _ in delivered(tmp_path, "orders")["public.orders"]] == [1, 2, 3, 4]
+
+
+def test_a_lane_passes_batches_that_have_nothing_of_its_stream(engine: Engine, script: Script, tmp_path: Path) -> None:
+    orders = stream(script, tmp_path, "orders", tables=("public.orders",))
+    lane = replace(orders.targets[0], kind="sqlite", options={"path": str(tmp_path / "orders.db")})
+    engine.start()
+    engine.upsert_streams(
+        [replace(orders, targets=(lane,)), stream(script, tmp_path, "items", tables=("public.items",))]
+    )
+    engine.await_ready("orders", 20)
+    for id_ in (1, 2, 3):
+        script.insert("public.items", id=id_, note="not for the lane")
+        await_that(lambda: engine.get_status("orders").lag_events == 0)
+    script.insert("public.orders", id=1, note="for the lane")
+    await_that(lambda: engine.get_status("orders").events_replicated == 1)
+    with closing(sqlite3.connect(tmp_path / "orders.db")) as db:
+        ((table,),) = db.execute("select name from sqlite_master where name like '%orders%' and type = 'table'")
+        assert db.execute(f'select id, note from "{table}"').fetchall() == [(1, "for the lane")]
+        assert db.execute("select count(*) from sqlite_master where name like '%items%'").fetchone() == (0,)
 
 
 def test_streams_outlive_the_engine_that_ran_them(engine: Engine, script: Script, tmp_path: Path) -> None:
