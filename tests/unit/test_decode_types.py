@@ -17,7 +17,7 @@ from millstream.errors import JournalCorrupt
 from millstream.model import Column, Relation
 from millstream.sources.decoders import decoder
 from millstream.sources.postgres.casts import exact_text
-from millstream.sources.postgres.types import column_type, column_types
+from millstream.sources.postgres.types import CHOICES, column_type, column_types
 from tests.fixtures.tuples import NUMERIC_12_2, Cell, columns, insert, relation
 
 TYPES: dict[str, tuple[tuple[int, int], pa.DataType, str, dict[str, Any]]] = {
@@ -209,15 +209,16 @@ def test_a_domain_is_what_lies_beneath_it() -> None:
     assert column_type(Column("c", 90_002)).arrow == pa.string()
 
 
-@pytest.mark.parametrize("oid", [16, 17, 20, 25, 1082])
+@pytest.mark.parametrize("oid", [16, 17, 20, 25, 1082, 1083, 1186, 1266])
 @pytest.mark.parametrize("large", [False, True])
 def test_a_cast_reads_any_binary_array(oid: int, large: bool) -> None:
     """Slices, 64-bit offsets, and NULLs that have bytes under them: snapshots bring such arrays."""
-    text = {16: "t", 17: "\\x0a", 20: "5", 25: "é", 1082: "2024-01-01"}[oid].encode()
+    plain = {16: "t", 17: "\\x0a", 20: "5", 25: "é", 1082: "2024-01-01"}
+    text = {**plain, 1083: "12:30:00", 1186: "1 mon", 1266: "12:30:00-01"}[oid].encode()
     kind = pa.large_binary() if large else pa.binary()
     whole = pa.array([b"??", text, b"hidden", text, b"odd \xff", b"??"], kind)
     masked = pa.Array.from_buffers(kind, 6, [pa.py_buffer(bytes([0b111011])), *whole.buffers()[1:]]).slice(1, 4)
-    to = column_type(Column("c", oid))
+    to = column_type(Column("c", oid), choices=tuple(CHOICES))
     array, odd = to.read(masked)
     array.validate(full=True)
     one = to.read(pa.array([text]))[0][0].as_py()
