@@ -17,7 +17,17 @@ from millstream.sources.postgres.types import TYPES, column_types
 from millstream.sources.postgres.wire import NOT_READ, refusal, refusals
 from tests.fixtures.postgres import Database
 from tests.fixtures.type_matrix import TypeMatrix
-from tests.fixtures.type_oracle import TABLES, Trial, available, changes, chosen, decoded, session
+from tests.fixtures.type_oracle import (
+    TABLES,
+    Trial,
+    as_chosen,
+    available,
+    changes,
+    chosen,
+    chosen_kinds,
+    decoded,
+    session,
+)
 from tests.fixtures.typed_values import KINDS, Kind
 
 pytestmark = pytest.mark.postgres
@@ -88,6 +98,8 @@ def test_every_type_gives_the_same_columns_in_both_forms(any_database: Database,
             assert_same(decoded(asked, trial.messages[table]), decoded(asked, trial.binary[table]))
     for kind in trial.kinds:
         type_matrix.passed(kind.name, "binary", any_database.server.version)
+    for kind in chosen_kinds(trial.kinds):
+        type_matrix.passed(as_chosen(kind), "binary", any_database.server.version)
 
 
 def test_keys_that_must_be_text_are_the_servers_text(any_database: Database) -> None:

@@ -11,7 +11,17 @@ from millstream.sources.postgres.types import EXTENSIONS as KNOWN_EXTENSIONS
 from millstream.sources.postgres.types import TYPES, column_types
 from tests.fixtures.postgres import Database
 from tests.fixtures.type_matrix import TypeMatrix
-from tests.fixtures.type_oracle import Trial, available, bare, changes, chosen, chosen_kinds, decoded, session
+from tests.fixtures.type_oracle import (
+    Trial,
+    as_chosen,
+    available,
+    bare,
+    changes,
+    chosen,
+    chosen_kinds,
+    decoded,
+    session,
+)
 from tests.fixtures.typed_values import EXTENSIONS, KINDS, Kind
 
 pytestmark = pytest.mark.postgres
@@ -43,6 +53,8 @@ def test_every_value_of_every_type_is_what_a_select_says(any_database: Database,
     assert {name: what for name, what in wrong.items() if what is not None} == {}
     without_the_catalog(trial)
     with_every_choice(trial)
+    for kind in chosen_kinds(trial.kinds):
+        type_matrix.passed(as_chosen(kind), "text", any_database.server.version)
 
 
 def with_every_choice(trial: Trial) -> None:
