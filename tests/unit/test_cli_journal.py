@@ -180,6 +180,10 @@ def test_rebase_says_what_it_would_do_and_does_it_only_when_confirmed(home: Home
     store.put_stream("shop", {"name": "shop", "source": {"name": "shop"}, "commit": "all"})
     store.save_cursor(Cursor("shop", "log", "j1", 1, 4, 1208))
     store.save_cursor(Cursor("shop", "spare", "j1", 1, 90, 1108))
+    store.put_stream("beside", {"name": "beside", "source": {"name": "shop"}, "commit": "all"})
+    store.save_cursor(Cursor("beside", "log", "j1", 1, 3, 1150))
+    store.put_stream("elsewhere", {"name": "elsewhere", "source": {"name": "other"}, "commit": "all"})
+    store.save_cursor(Cursor("elsewhere", "log", "j2", 1, 900, 1))
     store.close()
     asked = millstream("journal", "rebase", "shop", "--home", str(home.path))
     assert asked.exit_code == 0
@@ -190,6 +194,7 @@ def test_rebase_says_what_it_would_do_and_does_it_only_when_confirmed(home: Home
     assert done.exit_code == 0
     plan = json.loads(done.stdout)
     assert (plan["first_seq"], plan["incarnation"], plan["start_position"]) == (91, 2, 1108)
+    assert plan["cursors"] == {"beside/log": 1150, "shop/log": 1208, "shop/spare": 1108}
     assert not home.journal_path("shop").exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from millstream import Checkpoint, Engine, Mode, Replicator, StreamState
+from millstream.engine.rebase import rebase
 from millstream.errors import ConfigError, HomeLocked, NotReady, NotSupported, UnknownStream
 from millstream.testing import Script
 from tests.fixtures.delivery import Watching
@@ -83,7 +85,7 @@ def test_two_streams_on_one_source_share_its_capture_and_get_their_own_tables(
     with script.transaction() as changes:
         changes.insert("public.orders", id=2, note="in one")
         changes.insert("public.items", id=2, note="transaction")
-    await_that(lambda: all(engine.get_status(name).lag_events == 0 for name in ("orders", "items")))
+    await_that(lambda: engine.get_status("orders").events_replicated == 2)
     await_that(lambda: engine.get_status("items").events_replicated == 1)
     assert delivered(tmp_path, "orders") == {"public.orders": [(1, "before the other stream"), (2, "in one")]}
     assert delivered(tmp_path, "items") == {"public.items": [(2, "transaction")]}
@@ -115,6 +117,7 @@ def test_a_lane_passes_batches_that_have_nothing_of_its_stream(engine: Engine, s
     engine.await_ready("orders", 20)
     for id_ in (1, 2, 3):
         script.insert("public.items", id=id_, note="not for the lane")
+        await_that(lambda id_=id_: engine.get_status("items").events_replicated == id_)  # type: ignore[misc]
         await_that(lambda: engine.get_status("orders").lag_events == 0)
     script.insert("public.orders", id=1, note="for the lane")
     await_that(lambda: engine.get_status("orders").events_replicated == 1)
@@ -182,6 +185,35 @@ def test_a_second_engine_is_told_who_runs_the_home(engine: Engine, tmp_path: Pat
     engine.start()
     with pytest.raises(HomeLocked, match=f"process {os.getpid()}"):
         Engine(tmp_path / "home").start()
+
+
+def test_a_lost_journal_fails_its_streams_and_is_re_based_for_all_of_them(
+    engine: Engine, script: Script, tmp_path: Path
+) -> None:
+    names = ("orders", "items")
+    with engine:
+        engine.upsert_streams([stream(script, tmp_path, name, tables=(f"public.{name}",)) for name in names])
+        for name in names:
+            engine.await_ready(name, 20)
+        with script.transaction() as changes:
+            changes.insert("public.orders", id=1, note="before")
+            changes.insert("public.items", id=1, note="before")
+        for name in names:
+            await_that(lambda name=name: delivered(tmp_path, name) != {})  # type: ignore[misc]
+    shutil.rmtree(engine.home.journal_path("main"))
+    with engine:
+        for name in names:
+            with pytest.raises(NotReady, match="but there is no journal"):
+                engine.await_ready(name, 20)
+    assert not engine.home.journal_path("main").exists(), "nothing is made anew behind a cursor's back"
+    rebase(engine.home, "orders", confirm=True)
+    with engine:
+        with script.transaction() as changes:
+            changes.insert("public.items", id=2, note="after")
+            changes.insert("public.orders", id=2, note="after")
+        for name in names:
+            expected = {f"public.{name}": [(1, "before"), (2, "after")]}
+            await_that(lambda n=name, e=expected: delivered(tmp_path, n) == e)  # type: ignore[misc]
 
 
 def test_a_source_that_halts_fails_its_stream_and_resume_tries_again(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from millstream import Engine, StreamState
+from millstream.cli.app import app
 from millstream.errors import UnknownStream
 from millstream.testing import Script
 from tests.chaos.rig import failpoints
@@ -49,6 +53,22 @@ def managing(tmp_path: Path) -> Iterator[Start]:
         process.communicate(timeout=30)  # the end of its input: an engine then stops what it started
 
 
+@pytest.fixture
+def kill_at(managing: Start) -> Callable[..., None]:
+    """Has something done by a process that is killed at a failpoint on the way."""
+    server = managing("serve")
+    assert server.stdin is not None
+    assert server.stdout is not None
+    asking, answers = server.stdin, server.stdout
+
+    def kill(step: str, *do: str) -> None:
+        asking.write(json.dumps({"at": step, "do": do}) + "\n")
+        asking.flush()
+        assert int(answers.readline()) == -signal.SIGKILL, step
+
+    return kill
+
+
 def killed(process: subprocess.Popen[str]) -> bool:
     process.wait(30)
     return process.returncode == -signal.SIGKILL
@@ -66,7 +86,7 @@ def test_every_step_of_the_engine_is_killed_here() -> None:
 
 
 def test_a_deletion_that_was_killed_anywhere_goes_on_with_the_next_command(
-    engine: Engine, script: Script, tmp_path: Path, managing: Start
+    engine: Engine, script: Script, tmp_path: Path, kill_at: Callable[..., None]
 ) -> None:
     shop = stream(script, tmp_path)
     with engine:
@@ -84,7 +104,7 @@ def test_a_deletion_that_was_killed_anywhere_goes_on_with_the_next_command(
         shutil.copytree(kept, home)
         slot.write_text(kept_slot)
         owner.write_text(kept_owner)
-        assert killed(managing("delete", "shop", at=step)), step
+        kill_at(step, "delete", "shop")
         with pytest.raises(UnknownStream):
             engine.pause("shop")
         assert engine.list_streams() == [], step
@@ -102,23 +122,14 @@ def test_a_deletion_that_was_killed_anywhere_goes_on_with_the_next_command(
         assert engine.get_status("shop").events_replicated == 1
 
 
-def test_a_stream_that_was_just_saved_is_there_after_a_kill(
-    engine: Engine, script: Script, tmp_path: Path, managing: Start
+def test_streams_and_pauses_survive_a_kill_of_the_command_and_of_the_engine(
+    engine: Engine, script: Script, tmp_path: Path, managing: Start, kill_at: Callable[..., None]
 ) -> None:
-    assert killed(managing("upsert", at="engine.stream_saved"))
+    kill_at("engine.stream_saved", "upsert")
     assert engine.list_streams() == [stream(script, tmp_path)]
-    engine.upsert_stream(stream(script, tmp_path))
-    with engine:
-        engine.await_ready("shop", 20)
-
-
-def test_pauses_survive_a_kill_of_the_command_and_of_the_engine(
-    engine: Engine, script: Script, tmp_path: Path, managing: Start
-) -> None:
-    engine.upsert_stream(stream(script, tmp_path))
-    assert killed(managing("pause", "shop", at="engine.pause_saved"))
+    kill_at("engine.pause_saved", "pause", "shop")
     assert engine.get_status("shop").state is StreamState.PAUSED
-    assert killed(managing("resume", "shop", at="engine.resume_saved"))
+    kill_at("engine.resume_saved", "resume", "shop")
     assert engine.get_status("shop").state is StreamState.CREATED
 
     # The engine dies over what it was asked: whoever asked does it himself, and nothing is delivered twice.
@@ -137,21 +148,34 @@ def test_pauses_survive_a_kill_of_the_command_and_of_the_engine(
         await_that(lambda: delivered(tmp_path) == {"public.orders": [(1, "one"), (2, "two")]})
 
 
-def test_another_process_is_obeyed_within_a_second(
+def test_the_command_reaches_a_run_from_another_process(
     engine: Engine, script: Script, tmp_path: Path, managing: Start
 ) -> None:
-    process = running(managing)
     engine.upsert_stream(stream(script, tmp_path))
-    assert engine.await_ready("shop", 20).state in (StreamState.RUNNING, StreamState.CATCHING_UP)
-    engine.pause("shop", "log")
-    assert engine.get_status("shop").state is StreamState.PAUSED
-    engine.resume("shop", "log")
-    engine.await_ready("shop", 20)
+    process = managing("command", "run", "--quiet")
+    engine.await_ready("shop", 30)
+    home = ["--home", str(engine.home.path)]
+    began = time.monotonic()
+    done = CliRunner().invoke(app, ["pause", "shop", "--target", "log", *home])
+    assert (done.stdout, done.exit_code) == ("shop/log: paused\n", 0)
+    assert time.monotonic() - began < 2
     script.insert("public.orders", id=1, note="one")
+    await_that(lambda: engine.get_status("shop").lag_events == 1)
+    assert CliRunner().invoke(app, ["resume", "shop", *home]).exit_code == 0
     await_that(lambda: delivered(tmp_path) == {"public.orders": [(1, "one")]})
-    with pytest.raises(UnknownStream, match=r"did you mean shop\?"):
-        engine.delete_stream("shoop")
-    assert engine.delete_stream("shop") == {"stream": "shop", "source": "removed", "targets": {"log": "released"}}
+    engine.upsert_stream(stream(script, tmp_path, "bank", tables=("public.items",)))
+    engine.await_ready("bank", 20)
+    wrong = CliRunner().invoke(app, ["delete", "shoop", *home])
+    assert (wrong.exit_code, wrong.stdout) == (1, "")
+    assert "did you mean shop?" in wrong.stderr
+    locked = CliRunner().invoke(app, ["run", *home])
+    assert locked.exit_code == 1
+    assert f"in use by process {process.pid} on" in locked.stderr
+    for name, source in (("shop", "in use by bank"), ("bank", "removed")):
+        done = CliRunner().invoke(app, ["delete", name, "--json", *home])
+        assert json.loads(done.stdout) == {"stream": name, "source": source, "targets": {"log": "released"}}
     assert engine.list_streams() == []
     assert script.confirmed("main") is None
     assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0

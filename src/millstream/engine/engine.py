@@ -207,6 +207,8 @@ class Engine:
             if status.state is StreamState.FAILED:
                 who, error, hint = next((one for one in failed if one[1]), ("stream", "failed", None))
                 raise NotReady(f"stream {name} has failed: {who}: {error}", hint=hint)
+            if status.state is StreamState.PAUSED:
+                raise NotReady(f"stream {name} is paused", hint=f"resume it: millstream resume {name}")
             if time.monotonic() >= deadline:
                 waits = "; ".join(f"{who}: {error}" for who, error, _ in failed if error)
                 raise NotReady(f"stream {name} is {status.state.value} after {timeout:g} s" + (waits and f": {waits}"))

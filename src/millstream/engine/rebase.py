@@ -34,8 +34,8 @@ class RebaseRequest:
     first_seq: int
     incarnation: int
     start_position: int
-    cursors: tuple[tuple[str, int], ...]
-    """(target, position) of each target at the time of the request."""
+    cursors: tuple[tuple[str, str, int], ...]
+    """(stream, target, position) of each target of all streams on the source, at the time of the request."""
 
     @property
     def order(self) -> Rebase:
@@ -57,11 +57,11 @@ class RebaseRequest:
             value = json.loads(request_path(home, source).read_text())
         except FileNotFoundError:
             return None
-        return cls(**{**value, "cursors": tuple((target, position) for target, position in value["cursors"])})
+        return cls(**{**value, "cursors": tuple(tuple(one) for one in value["cursors"])})
 
 
 def rebase(home: Home, stream: str, confirm: bool) -> Json:
-    """Plan a re-base of the stream's source and, with `confirm`, leave it for the next run.
+    """Plan a re-base of the stream's source, for all streams on it; with `confirm`, leave it for the next run.
 
     Returns what is (to be) done. A journal that is still there is moved aside, never deleted. Raises
     HomeLocked while the stream runs, JournalMismatch when nothing was delivered yet.
@@ -79,7 +79,8 @@ def rebase(home: Home, stream: str, confirm: bool) -> Json:
             if journal.exists():
                 aside.parent.mkdir(mode=0o700, exist_ok=True)
                 journal.rename(aside)
-    plan: Json = {**asdict(request), "cursors": dict(request.cursors)}
+    cursors = {f"{stream}/{target}": position for stream, target, position in request.cursors}
+    plan: Json = {**asdict(request), "cursors": cursors}
     if journal.exists() or aside.exists():
         plan["old_journal"] = str(aside)
     return plan
@@ -95,18 +96,18 @@ def finish_rebase(home: Home, store: StateStore, request: RebaseRequest, journal
 
     Runs after the new journal exists and before delivery. A crash in between repeats it.
     """
-    for target, position in request.cursors:
-        cursor = store.get_cursor(request.stream, target)
-        last = store.current_epoch(request.stream, target)
+    for stream, target, position in request.cursors:
+        cursor = store.get_cursor(stream, target)
+        last = store.current_epoch(stream, target)
         if cursor is None or cursor.journal_id == journal_id:
             continue
         start = request.first_seq - 1
         if last is None or last.journal_id != journal_id:
             epoch = max(cursor.epoch, last.epoch if last else 0) + 1
             reason, now = "the journal was re-based", datetime.now(UTC)
-            last = EpochRecord(request.stream, target, epoch, journal_id, start, position, reason, now)
+            last = EpochRecord(stream, target, epoch, journal_id, start, position, reason, now)
             store.open_epoch(last)
-        store.save_cursor(Cursor(request.stream, target, journal_id, last.epoch, start, position))
+        store.save_cursor(Cursor(stream, target, journal_id, last.epoch, start, position))
     request_path(home, request.source).unlink(missing_ok=True)
 
 
@@ -115,7 +116,9 @@ def _plan(home: Home, store: StateStore, stream: str) -> RebaseRequest:
     if definition is None:
         raise StateError(f"the home {home.path} knows no stream {stream}", hint="check the name and --home")
     source = str(definition["source"]["name"])
-    cursors = store.cursors(stream)
+    known = {name: store.get_stream(name) or {} for name in store.list_streams()}
+    sharing = {name: one for name, one in known.items() if one["source"]["name"] == source}
+    cursors = [cursor for name in sharing for cursor in store.cursors(name)]
     if not cursors:
         raise JournalMismatch(
             f"stream {stream} has delivered nothing yet, so there is nothing to re-base",
@@ -123,15 +126,15 @@ def _plan(home: Home, store: StateStore, stream: str) -> RebaseRequest:
         )
     last_seq, incarnation = _old_journal(home.journal_path(source))
     # With `commit: all` an acknowledgement covers every target, also where it went beyond the last row.
-    acked = (store.get_ack(source) or 0) if definition["commit"] == "all" else 0
-    positions = {cursor.target: max(cursor.position, acked) for cursor in cursors}
+    acked = {name: (store.get_ack(source) or 0) if one["commit"] == "all" else 0 for name, one in sharing.items()}
+    positions = {(one.stream, one.target): max(one.position, acked[one.stream]) for one in cursors}
     return RebaseRequest(
         stream=stream,
         source=source,
         first_seq=max(last_seq, *(cursor.seq for cursor in cursors)) + 1,
         incarnation=incarnation + 1,
         start_position=min(positions.values()),
-        cursors=tuple(positions.items()),
+        cursors=tuple((name, target, position) for (name, target), position in positions.items()),
     )
 
 

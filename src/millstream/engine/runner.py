@@ -123,8 +123,7 @@ class Runner:
 
     def _is_over(self) -> bool:
         queries, captures = self._running.queries, self._running.captures
-        paused = any(self._store.paused(member.name) for member in self._running.members)
-        if queries and all(query.done for query in queries) and (self._once or not paused):
+        if queries and all(query.done for query in queries) and (self._once or not self._any_paused()):
             return True
         if self._once and not queries:
             return True
@@ -132,8 +131,11 @@ class Runner:
         halted = [capture for capture in captures if capture.error is not None]
         return bool(captures) and len(halted) == len(captures) and all(map(self._running.caught_up, halted))
 
+    def _any_paused(self) -> bool:
+        return any(self._store.paused(member.name) for member in self._running.members)
+
     def _report_failure(self, failed: MillstreamError) -> None:
-        for stream in self._streams:
+        for stream in self._running.members:
             report = CaptureReport(state="halted", error=failed.message, hint=failed.hint)
             self._store.set_runtime(Runtime(stream.name, "", StreamState.FAILED, report.to_json()))
 
