@@ -70,6 +70,24 @@ def special_texts(changes: pa.Table) -> dict[str, pa.StringArray]:
     return _special(whole(changes["_ms_special"]), changes.num_rows)
 
 
+def special_maps(texts: Mapping[str, pa.StringArray], size: int) -> pa.MapArray:
+    """The same texts as a map for each row; NULL where a row has none."""
+    kind = pa.map_(pa.string(), pa.string())
+    masks = {name: booleans(column.is_valid()) for name, column in texts.items()}
+    rows = np.concatenate([np.flatnonzero(mask) for mask in masks.values()]) if masks else np.zeros(0, np.int64)
+    if not len(rows):
+        return pa.nulls(size, kind)
+    order = np.argsort(rows, kind="stable")
+    counts = np.bincount(rows, minlength=size)
+    names = pa.concat_arrays([pa.repeat(name, int(mask.sum())) for name, mask in masks.items()])
+    values = pa.concat_arrays([column.drop_null() for column in texts.values()])
+    entries = [each.take(whole_numbers(order)) for each in (names, values)]
+    offsets = pa.py_buffer(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
+    there = pa.py_buffer(np.packbits(counts > 0, bitorder="little"))
+    pairs = pa.StructArray.from_arrays(entries, fields=[kind.key_field, kind.item_field])
+    return pa.Array.from_buffers(kind, size, [there, offsets], children=[pairs])
+
+
 class _Fold:
     """The changes after the last truncate. A *place* is where a value stands: n for the new row of
     change n, `size` + n for its old row."""

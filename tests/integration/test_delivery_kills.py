@@ -20,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pytest
 
 import millstream
@@ -81,7 +82,7 @@ def assert_exact(root: Path, journal: Journal) -> None:
 @pytest.fixture
 def journal(tmp_path: Path) -> Journal:
     made = Journal.create(tmp_path / "journal")
-    fill(made, transactions=150)
+    fill(made, transactions=80)
     return made
 
 
@@ -122,6 +123,13 @@ def test_a_kill_after_each_step_into_sqlite_changes_nothing(tmp_path: Path, jour
     kill_at_each_step_of_a_lane(tmp_path, "sqlite", {"path": str(path)})
     with closing(sqlite3.connect(path)) as db:
         assert_lane_is_exact(lambda sql: db.execute(sql).fetchall(), journal, "_millstream_cursors")
+
+
+def test_a_kill_after_each_step_into_duckdb_changes_nothing(tmp_path: Path, journal: Journal) -> None:
+    path = tmp_path / "copy.db"
+    kill_at_each_step_of_a_lane(tmp_path, "duckdb", {"path": str(path)})
+    with closing(duckdb.connect(str(path))) as db:
+        assert_lane_is_exact(lambda sql: db.execute(sql).fetchall(), journal, "_millstream.cursors")
 
 
 @pytest.mark.postgres

@@ -56,7 +56,7 @@ def expected(history: History) -> set[tuple[Any, ...]]:
     return {(int(shop), key, note, doc, value(amount)) for shop, key, note, doc, amount in history.rows.values()}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.integers(0, 10**9), st.booleans(), st.integers(0, 80), st.lists(st.integers(0, 10**6), max_size=6))
 def test_a_mirror_is_the_table_whatever_happens_to_it_and_however_it_is_cut(
     seed: int, full: bool, steps: int, cuts: list[int]

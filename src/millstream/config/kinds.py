@@ -64,6 +64,7 @@ TARGETS = {
         BatchLimits(max_ms=5_000, max_bytes=16 << 20, max_events=MAX_EVENTS),
         choices={"format": Choices(now=("parquet",), later=("json", "jsonl", "avro", "arrow", "protobuf"))},
     ),
+    "duckdb": TargetKind("millstream.targets.duckdb:DuckdbOptions", DATABASE_LIMITS, choices={}),
     "postgres": TargetKind(
         "millstream.targets.postgres_options:PostgresTargetOptions",
         DATABASE_LIMITS,
@@ -73,7 +74,7 @@ TARGETS = {
     "sqlite": TargetKind("millstream.targets.sqlite:SqliteOptions", DATABASE_LIMITS, choices={}),
 }
 TARGETS_LATER = (
-    *("delta", "iceberg", "mysql", "mariadb", "duckdb", "clickhouse", "kafka", "nats", "redis"),
+    *("delta", "iceberg", "mysql", "mariadb", "clickhouse", "kafka", "nats", "redis"),
     *("http", "queue", "memory", "fanout", "turbopuffer", "grpc", "base"),
 )
 

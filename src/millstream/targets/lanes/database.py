@@ -6,7 +6,7 @@ SQL here is what SQLite, DuckDB and Postgres have in common. Parameters are writ
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -68,6 +68,8 @@ class Database(ABC):
     """The type of a true or false."""
     where: str
     """What to call it in messages."""
+    special_type: str | None = None
+    """Where values without a home in their column need a column of their own, `_ms_special`: its type."""
     case_matters = False
     """Whether it can tell apart names that differ in case alone."""
 
@@ -155,6 +157,10 @@ class Database(ABC):
 
         What was staged under the name before is gone. Returns the table's name, quoted.
         """
+
+    def kept_special(self, number: int, kept: Mapping[str, int]) -> str:
+        """`_ms_special` of a row that keeps values of the target's (`kept`, with their numbers): with their texts."""
+        return f"s.c{number}"
 
     def delete(self, table: str, key: Sequence[str], stage: str) -> None:
         """Remove the rows whose key is staged (c0, c1 ..) with a newer version (v)."""

@@ -21,13 +21,14 @@ from millstream.latest import (
     booleans,
     latest,
     one_letter,
+    special_maps,
     special_texts,
     whole,
     whole_numbers,
 )
 from millstream.model import Op
 from millstream.targets.lanes.database import ColumnDef, Database, Values, matches, quoted
-from millstream.targets.lanes.tables import Prepared
+from millstream.targets.lanes.tables import SPECIAL, Prepared
 
 
 def write_run(db: Database, prepared: Prepared, changes: pa.Table, *, soft: bool) -> None:
@@ -51,10 +52,10 @@ def _append(db: Database, prepared: Prepared, changes: pa.Table, soft: bool) -> 
         db.remove(partial(_Mirror(db, prepared, soft).truncate, int(changes[SEQ][int(cut[-1])].as_py())))
         changes = changes.slice(int(cut[-1]) + 1)
     if changes.num_rows:
-        everything = np.arange(changes.num_rows)
-        found = Latest(None, changes.select([]), changes.select([*prepared.names, SEQ]), special=special_texts(changes))
-        mirror = _Mirror(db, prepared, soft)
-        db.insert(prepared.table, mirror.named(found, everything))
+        own = [name for name in prepared.names if name != SPECIAL]
+        found = Latest(None, changes.select([]), changes.select([*own, SEQ]), special=special_texts(changes))
+        rows = _Mirror(db, prepared, soft).named(found, np.arange(changes.num_rows))
+        db.insert(prepared.table, rows)
 
 
 class _Mirror:
@@ -130,10 +131,18 @@ class _Mirror:
         )
         if lacking:
             raise self._missing(lacking)
-        numbers = {name: it.names.index(name) for name in found.kept}
-        filled = ", ".join(f"c{number} = {_kept(number, name)}" for name, number in numbers.items())
+        filled = ", ".join(f"c{number} = {value}" for number, value in self._kept_values(found).items())
         db.run(f"UPDATE {stage} AS s SET {filled} FROM {it.table} AS t WHERE s.m AND {under_base}")
         return stage
+
+    def _kept_values(self, found: Latest) -> dict[int, str]:
+        """By number of the column what it becomes where rows keep values."""
+        numbers = {name: self._it.names.index(name) for name in found.kept}
+        values = {number: _kept(number, name) for name, number in numbers.items()}
+        if SPECIAL in self._it.names:
+            number = self._it.names.index(SPECIAL)
+            values[number] = self._db.kept_special(number, numbers)
+        return values
 
     def _moved(self, found: Latest, base: pa.Table, rows: Ints) -> Bools:
         now = found.rows.take(whole_numbers(rows))
@@ -144,8 +153,9 @@ class _Mirror:
     def _update_in_place(self, found: Latest, stage: str) -> None:
         """Rows that are where they were: what they keep is not even touched."""
         it = self._it
+        kept = self._kept_values(found)
         values = [
-            f"{quoted(name)} = {_kept(number, name) if name in found.kept else f's.c{number}'}"
+            f"{quoted(name)} = {kept.get(number, f's.c{number}')}"
             for number, name in enumerate(it.names)
             if name not in it.key
         ]
@@ -181,7 +191,10 @@ class _Mirror:
         values = [
             Values(column, whole(table[column.name]), special.get(column.name), f"{self._it.name}.{column.name}")
             for column in self._it.columns
+            if column.name != SPECIAL
         ]
+        if len(values) < len(self._it.columns):
+            values.append(Values(self._it.columns[-1], special_maps(special, len(rows))))
         return [*values, Values(ColumnDef(SEQ, "bigint"), whole(table[SEQ]))]
 
 

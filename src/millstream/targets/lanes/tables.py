@@ -11,6 +11,8 @@ from millstream.model import Relation
 from millstream.targets.base import TargetContext
 from millstream.targets.lanes.database import ColumnDef, Database, LaneOptions, quoted
 
+SPECIAL = "_ms_special"
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -22,7 +24,7 @@ class Prepared:
     table: str
     """As statements write it."""
     columns: tuple[ColumnDef, ...]
-    """The relation's own, with the types that the table has for them."""
+    """The relation's own, with the types that the table has for them, and `_ms_special` where the table has it."""
     key: tuple[str, ...]
     """Empty for a table whose rows have no identity."""
 
@@ -59,6 +61,8 @@ def prepare(
         db.create(relation, [*wanted, *own], key if options.write == "mirror" else ("_ms_seq",))
     else:
         wanted = _complete(db, relation, wanted, own, there)
+    if db.special_type is not None and options.write == "mirror":
+        wanted = [*wanted, ColumnDef(SPECIAL, db.special_type)]
     prepared = Prepared(relation_id, relation.table, db.table(relation), tuple(wanted), key)
     db.known[about] = prepared
     return prepared
@@ -69,7 +73,8 @@ def _own_columns(db: Database, options: LaneOptions, wanted: Sequence[ColumnDef]
     if options.write == "changelog":
         return [ColumnDef(name, types[name]) for name in METADATA if name != BEFORE or wanted]
     names = ["_ms_seq", *(["_ms_deleted"] if options.deletes == "soft" else [])]
-    return [ColumnDef(name, types[name]) for name in names]
+    special = [ColumnDef(SPECIAL, db.special_type)] if db.special_type is not None else []
+    return [*(ColumnDef(name, types[name]) for name in names), *special]
 
 
 def _refuse_twins(db: Database, relation: Relation, names: Sequence[str]) -> None:

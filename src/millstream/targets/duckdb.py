@@ -1,0 +1,231 @@
+"""Target `duckdb`: mirrors or changelogs in a DuckDB file, with types of their own for all columns, exactly once.
+
+DuckDB lets one process at a time open a file for writing, and nobody read it meanwhile. So the file
+is opened for each batch and closed after it; while somebody else has it, the batch is tried again.
+
+A value without a home in its type (NaN in a decimal, an array of two dimensions) is NULL in its
+column, and its exact text stands in `_ms_special`, a map by column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import pyarrow as pa
+from pyarrow import types
+from pydantic import Field
+
+from millstream.changelog import BEFORE, COMMON, METADATA, schema
+from millstream.errors import DependencyError, TargetError, TargetRefused, TargetUnavailable
+from millstream.model import Relation
+from millstream.targets.lanes.database import OWN, ColumnDef, Database, LaneOptions, Values, quoted
+from millstream.targets.lanes.lane import LaneTarget
+
+if TYPE_CHECKING:
+    import duckdb
+
+MEMORY = "1GB"
+"""What DuckDB may use in a task; beyond that it works on disk."""
+
+_TYPES = {
+    "bool": "BOOLEAN",
+    "int16": "SMALLINT",
+    "int32": "INTEGER",
+    "int64": "BIGINT",
+    "float": "FLOAT",
+    "double": "DOUBLE",
+    "string": "VARCHAR",
+    "binary": "BLOB",
+    "date32[day]": "DATE",
+    "time64[us]": "TIME",
+    "timestamp[us]": "TIMESTAMP",
+    "timestamp[us, tz=UTC]": "TIMESTAMP WITH TIME ZONE",
+}
+
+_PASSING = "IOException", "TransactionException", "OutOfMemoryException", "InterruptException"
+_REFUSED = {
+    "Permission denied": "check the file's owner and rights, and those of its directory",
+    "not a valid DuckDB database file": "the file is not a DuckDB database: give another path",
+    "No such file or directory": "the directory must exist",
+    "Is a directory": "give the path of a file",
+}
+
+
+class DuckdbOptions(LaneOptions):
+    """Options of a target of kind `duckdb`."""
+
+    path: Path = Field(description="The DuckDB file. It is created if it is missing.")
+
+
+class DuckdbTarget(LaneTarget):
+    """The driver side. See `targets.base.Target` for the contract."""
+
+    def __init__(self, options: DuckdbOptions) -> None:
+        _driver()
+        super().__init__(DuckdbDatabase, options)
+
+
+def _driver() -> Any:
+    try:
+        import duckdb
+    except ImportError:
+        raise DependencyError("the target duckdb needs its package", hint="pip install 'millstream[duckdb]'") from None
+    return duckdb
+
+
+class DuckdbDatabase(Database):
+    """One file, opened for one transaction."""
+
+    kind = "duckdb"
+    boolean = "BOOLEAN"
+    special_type = "MAP(VARCHAR, VARCHAR)"
+
+    def __init__(self, options: LaneOptions) -> None:
+        super().__init__(options)
+        assert isinstance(options, DuckdbOptions)  # noqa: S101 - for the type checker
+        self._path = options.path.absolute()
+        self.where = str(self._path)
+        self._connection: duckdb.DuckDBPyConnection | None = None
+
+    def __enter__(self) -> Self:
+        with self._errors():
+            self._connection = _driver().connect(str(self._path), config={"memory_limit": MEMORY})
+            self._connection.execute("SET TimeZone = 'UTC'")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        self.run("BEGIN")
+        try:
+            yield
+        except BaseException:
+            # Closing rolls back; a statement that failed has ended the transaction already.
+            self.known.clear()
+            self.__exit__()
+            raise
+        self.run("COMMIT")
+
+    def run(self, statement: str, parameters: Sequence[Any] = ()) -> int:
+        with self._errors():
+            return self._open().execute(statement, list(parameters)).rowcount
+
+    def rows(self, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        with self._errors():
+            return self._open().execute(statement, list(parameters)).fetchall()
+
+    def own(self, name: str) -> str:
+        return f"_millstream.{quoted(name)}"
+
+    def create_own(self) -> None:
+        self.run("CREATE SCHEMA IF NOT EXISTS _millstream")
+        for name, columns in OWN.items():
+            self.run(f"CREATE TABLE IF NOT EXISTS {self.own(name)} {columns}")
+
+    def table(self, relation: Relation) -> str:
+        return f"{quoted(relation.schema)}.{quoted(relation.name)}"
+
+    def columns(self, relation: Relation) -> dict[str, str] | None:
+        found = self.rows(
+            "SELECT column_name, data_type FROM duckdb_columns() WHERE database_name = current_database() "
+            "AND lower(schema_name) = lower(?) AND lower(table_name) = lower(?) ORDER BY column_index",
+            (relation.schema, relation.name),
+        )
+        return dict(found) or None
+
+    def types(self, relation: Relation) -> list[str]:
+        return [_type(field.type) for field in schema(relation) if field.name not in METADATA]
+
+    def metadata_types(self) -> dict[str, str]:
+        plain = {field.name: _TYPES.get(str(field.type), "VARCHAR") for field in COMMON}
+        return {**plain, BEFORE: "VARCHAR"}
+
+    def fits(self, wanted: str, there: str) -> bool:
+        return wanted.upper().replace('"', "") == there.upper().replace('"', "")
+
+    def create(self, relation: Relation, columns: Sequence[ColumnDef], key: Sequence[str]) -> None:
+        # No primary key: MERGE needs none, and DuckDB's index would see deleted keys until the commit.
+        self.run(f"CREATE SCHEMA IF NOT EXISTS {quoted(relation.schema)}")
+        super().create(relation, columns, ())
+
+    def insert(self, table: str, values: Sequence[Values]) -> None:
+        names = ", ".join(quoted(each.column.name) for each in values)
+        with self._given(values) as given:
+            self.run(f"INSERT INTO {table} ({names}) SELECT * FROM {given}")
+
+    def stage(self, name: str, values: Sequence[Values]) -> str:
+        with self._given(values) as given:
+            self.run(f"CREATE OR REPLACE TEMPORARY TABLE {quoted(name)} AS SELECT * FROM {given}")
+        return f"temp.{quoted(name)}"
+
+    def upsert(
+        self, table: str, columns: Sequence[str], key: Sequence[str], stage: str, *, soft: bool, only: str
+    ) -> None:
+        values = {quoted(name): f"s.c{number}" for number, name in enumerate(columns)}
+        on = " AND ".join(f"t.{quoted(name)} = {values[quoted(name)]}" for name in key)
+        values["_ms_seq"] = "s.v"
+        if soft:
+            values["_ms_deleted"] = "false"
+        updates = ", ".join(f"{name} = {value}" for name, value in values.items())
+        self.run(
+            f"MERGE INTO {table} AS t USING (SELECT * FROM {stage} AS s WHERE {only}) AS s ON {on} "
+            f"WHEN MATCHED AND t._ms_seq < s.v THEN UPDATE SET {updates} "
+            f"WHEN NOT MATCHED THEN INSERT ({', '.join(values)}) VALUES ({', '.join(values.values())})"
+        )
+
+    def kept_special(self, number: int, kept: Mapping[str, int]) -> str:
+        texts = {name.replace("'", "''"): at for name, at in kept.items()}
+        flags = " OR ".join(f"(s.k{at} AND e.key = '{name}')" for name, at in texts.items())
+        theirs = f"map_from_entries(list_filter(map_entries(coalesce(t._ms_special, MAP {{}})), lambda e: {flags}))"
+        return f"map_concat({theirs}, coalesce(s.c{number}, MAP {{}}))"
+
+    @contextmanager
+    def _given(self, values: Sequence[Values]) -> Iterator[str]:
+        """Arrow's columns as a table that one statement can read."""
+        table = pa.table([each.array for each in values], names=[each.column.name for each in values])
+        with self._errors():
+            self._open().register("_ms_given", table)
+        try:
+            yield "_ms_given"
+        finally:
+            if self._connection is not None:
+                self._connection.unregister("_ms_given")
+
+    def _open(self) -> duckdb.DuckDBPyConnection:
+        if self._connection is None:
+            raise TargetUnavailable(f"{self.where} is not open")
+        return self._connection
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """DuckDB's errors as ours. Its words may hold a user's value, so only their kind is told."""
+        try:
+            yield
+        except _driver().Error as failed:
+            raise self._error(type(failed).__name__, str(failed)) from None
+
+    def _error(self, name: str, words: str) -> TargetError:
+        message = f"cannot write {self.where}: {name}"
+        for sign, hint in _REFUSED.items():
+            if name == "IOException" and sign in words:
+                return TargetRefused(message, hint=hint)
+        if name == "IOException" and "lock" in words:
+            return TargetUnavailable(f"{self.where} is open in another process", hint="close it there")
+        return TargetUnavailable(message) if name in _PASSING else TargetRefused(message)
+
+
+def _type(arrow: pa.DataType) -> str:
+    if types.is_decimal(arrow):
+        return f"DECIMAL({arrow.precision},{arrow.scale})"
+    if types.is_list(arrow):
+        return f"{_type(arrow.value_type)}[]"
+    if types.is_struct(arrow):
+        return f"STRUCT({', '.join(f'{quoted(inner.name)} {_type(inner.type)}' for inner in arrow)})"
+    return _TYPES[str(arrow)]
