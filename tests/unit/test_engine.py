@@ -181,6 +181,24 @@ def test_what_cannot_be_is_refused(engine: Engine, script: Script, tmp_path: Pat
         engine.replay("shop", Checkpoint(0, 0, datetime.now(UTC)))
 
 
+def test_a_journal_that_goes_away_under_a_running_engine_stops_its_streams_alone(
+    engine: Engine, script: Script, tmp_path: Path
+) -> None:
+    other = Script(tmp_path / "other script")
+    other.table("public.orders", {"id": "integer", "note": "text"}, key=["id"])
+    engine.start()
+    engine.upsert_stream(stream(script, tmp_path))
+    bank = stream(other, tmp_path, "bank")
+    engine.upsert_stream(replace(bank, source=other.source("other", ("public.*",))))
+    for name in ("shop", "bank"):
+        engine.await_ready(name, 20)
+    engine.home.journal_path("main").rename(tmp_path / "gone")
+    await_that(lambda: engine.get_status("shop").state is StreamState.FAILED)
+    other.insert("public.orders", id=1, note="goes on")
+    await_that(lambda: delivered(tmp_path, "bank") == {"public.orders": [(1, "goes on")]})
+    assert engine.failure is None
+
+
 def test_a_second_engine_is_told_who_runs_the_home(engine: Engine, tmp_path: Path) -> None:
     engine.start()
     with pytest.raises(HomeLocked, match=f"process {os.getpid()}"):

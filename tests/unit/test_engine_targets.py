@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from millstream import Engine, StreamState, TargetSpec
+from millstream.config.definition import definition
 from millstream.engine import running
 from millstream.errors import NotReady, TargetUnavailable
 from millstream.targets import open_target
@@ -39,6 +40,24 @@ def test_a_refused_target_stops_alone_and_says_why(engine: Engine, script: Scrip
     engine.resume("shop", "copy")
     await_that(lambda: delivered(tmp_path, target="copy") == ONE)
     assert engine.await_ready("shop", 20).targets[0].error is None
+
+
+def test_a_target_that_cannot_be_made_any_more_fails_alone(engine: Engine, script: Script, tmp_path: Path) -> None:
+    """A home may outlive the version, or the packages, that its streams were made with."""
+    shop = stream(script, tmp_path, targets="copy log")
+    engine.upsert_stream(shop)
+    store = engine.home.open_state()
+    described = definition(shop)
+    described["targets"][0]["options"]["colour"] = "blue"
+    store.put_stream("shop", described)
+    store.close()
+    with engine:
+        with pytest.raises(NotReady, match="target copy: target copy: colour: Extra inputs"):
+            engine.await_ready("shop", 20)
+        script.insert("public.orders", id=1, note="one")
+        await_that(lambda: delivered(tmp_path) == ONE)
+        engine.upsert_stream(shop)
+        await_that(lambda: delivered(tmp_path, target="copy") == ONE)
 
 
 def test_a_target_that_cannot_be_reached_comes_back_by_itself(

@@ -67,7 +67,7 @@ def from_definition(value: Mapping[str, Any]) -> StreamSpec:
                 kind=target["kind"],
                 limits=BatchLimits(**target["limits"]),
                 required=target["required"],
-                options=target["options"],
+                options=_without_stars(target["options"]),
             )
             for target in value["targets"]
         ),
@@ -78,7 +78,13 @@ def from_definition(value: Mapping[str, Any]) -> StreamSpec:
 
 def has_secret(spec: StreamSpec) -> bool:
     """Whether a password stands in the stream itself: it cannot be written down then without losing it."""
-    return redact(spec.source.uri) != spec.source.uri
+    uris = [spec.source.uri, *(target.options.get("uri") for target in spec.targets)]
+    return any(isinstance(uri, str) and redact(uri) != uri for uri in uris)
+
+
+def _without_stars(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    uri = options.get("uri")
+    return {**options, "uri": _STARRED.sub("", uri)} if isinstance(uri, str) else options
 
 
 def same_source(one: SourceSpec, other: SourceSpec) -> bool:

@@ -14,8 +14,8 @@ from millstream.engine.home import Home
 from millstream.engine.rebase import RebaseRequest, finish_rebase
 from millstream.engine.status import CaptureReport
 from millstream.engine.supervisor import Supervisor
-from millstream.errors import JournalMismatch, MillstreamError, SourceUnavailable
-from millstream.journal import JournalReader, check_cursor
+from millstream.errors import JournalError, JournalMismatch, MillstreamError, SourceUnavailable
+from millstream.journal import JournalReader, check_cursor, journal_exists
 from millstream.journal.format import SEGMENT_BYTES
 from millstream.model import SourceSpec, StreamSpec
 from millstream.observe import Observer
@@ -34,7 +34,7 @@ class Capture:
         self.source = source
         self.streams = tuple(streams)
         self.failure: MillstreamError | None = None
-        """Why the process was never started, if it was not."""
+        """Why the process was never started, or what became of its journal, if something did."""
         self._guard = threading.RLock()
         self._home = home
         self._store = store
@@ -145,6 +145,11 @@ class Capture:
 
     def _acknowledge(self) -> None:
         header, head = self._reader.header(), self._reader.head()
+        if head is None and not journal_exists(self._path):
+            raise JournalError(
+                f"the journal at {self._path} is gone, while it was being written",
+                hint="stop the process and put the journal back, or begin a new one: millstream journal rebase",
+            )
         positions = [
             ack_position(
                 stream.commit,
@@ -177,9 +182,8 @@ class Capture:
 
     def report(self) -> CaptureReport:
         """What `millstream status` shows of the capture."""
-        supervisor = self._supervisor
-        if supervisor is None:
-            failed = self.failure
+        supervisor, failed = self._supervisor, self.failure
+        if supervisor is None or failed is not None:
             state = "halted" if failed else "starting"
             return CaptureReport(state, error=failed.message if failed else None, hint=failed.hint if failed else None)
         error = supervisor.error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 
+from millstream.engine.fit import open_target
 from millstream.engine.home import Home
 from millstream.engine.rebase import request_path
 from millstream.errors import MillstreamError, SourceUnavailable
@@ -11,7 +12,6 @@ from millstream.failpoint import failpoint
 from millstream.model import Json, StreamSpec
 from millstream.sources import remove_source
 from millstream.state.base import StateStore
-from millstream.targets import open_target
 from millstream.targets.base import Releasing
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from millstream.engine.delivery import DeliveryQuery
 from millstream.engine.status import CaptureReport, TargetReport
+from millstream.errors import MillstreamError
 from millstream.model import StreamSpec, StreamState
 from millstream.state.base import Runtime, StateStore
 
@@ -34,6 +35,7 @@ class Reporter:
         stream: StreamSpec,
         capture: CaptureReport,
         queries: Mapping[str, DeliveryQuery],
+        unfit: Mapping[str, MillstreamError],
         everyone: StreamState | None = None,
     ) -> None:
         """A stream and each of its targets. `everyone`: the state of all that has not failed and is not paused."""
@@ -41,8 +43,15 @@ class Reporter:
             paused = self._store.paused(stream.name)
             for target in stream.targets:
                 stopped = not paused.isdisjoint({"", target.name})
-                self._store.set_runtime(self._target(stream, target.name, queries.get(target.name), everyone, stopped))
+                said = self._target(stream, target.name, queries.get(target.name), everyone, stopped)
+                if target.name in unfit:
+                    failed = unfit[target.name]
+                    report = TargetReport(error=failed.message, hint=failed.hint)
+                    said = Runtime(stream.name, target.name, StreamState.FAILED, report.to_json())
+                self._store.set_runtime(said)
             state = self._stream_state(stream, capture, queries, paused)
+            if unfit:
+                state = StreamState.FAILED
             if everyone is not None and state not in (StreamState.FAILED, StreamState.PAUSED):
                 state = everyone
             self._store.set_runtime(Runtime(stream.name, "", state, capture.to_json()))

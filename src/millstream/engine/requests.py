@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import millstream.errors
@@ -21,7 +22,7 @@ from millstream.errors import ConfigError, HomeLocked, MillstreamError, RequestF
 from millstream.failpoint import failpoint
 from millstream.model import Json, StreamSpec
 from millstream.observe import Observer
-from millstream.state.base import StateStore
+from millstream.state.base import Request, StateStore
 
 LOOK_SECONDS = 0.4
 """How often the owner looks for requests,"""
@@ -63,6 +64,7 @@ class RequestDesk:
             return
         for request in self._store.pending():
             try:
+                refuse_stale(request)
                 result = perform(self._operations, request.verb, request.arguments)
                 answer: Json = {"result": result}
             except MillstreamError as failed:
@@ -70,6 +72,12 @@ class RequestDesk:
             failpoint("engine.request_done")
             self._store.answer(request.id, answer)
         self._looked_at = time.monotonic()
+
+
+def refuse_stale(request: Request) -> None:
+    """Whoever asked this long ago has been told that no answer came, or is gone."""
+    if (datetime.now(UTC) - request.submitted_at).total_seconds() > PATIENCE:
+        raise RequestFailed(f"the request to {request.verb} was made too long ago", hint="ask again")
 
 
 def ask(home: Home, verb: str, arguments: Json, observer: Observer, patience: float = PATIENCE) -> Json:
@@ -100,8 +108,8 @@ def _request(home: Home, verb: str, arguments: Json, deadline: float, owner: Hom
     """Leave the request and wait for its answer. None if the owner is gone and somebody has to do it."""
     store = home.open_state()
     pause = threading.Event()
+    id = store.submit(verb, arguments)
     try:
-        id = store.submit(verb, arguments)
         while True:
             found = store.get_request(id)
             if found is not None and found.answer is not None:
@@ -113,6 +121,9 @@ def _request(home: Home, verb: str, arguments: Json, deadline: float, owner: Hom
                     f"no answer came: {owner.message}", hint="it may be busy; look at `millstream status`"
                 )
             pause.wait(ASK_SECONDS)
+    except KeyboardInterrupt:
+        store.withdraw(id)
+        raise
     finally:
         store.close()
 

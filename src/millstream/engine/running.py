@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING
 from millstream.config.definition import from_definition
 from millstream.engine.captures import Capture
 from millstream.engine.delivery import DeliveryQuery
+from millstream.engine.fit import open_target
 from millstream.engine.home import Home
 from millstream.engine.reporting import Reporter
-from millstream.errors import MillstreamError
+from millstream.errors import JournalError, MillstreamError
 from millstream.journal import JournalReader
 from millstream.model import Cursor, StreamSpec, StreamState, TargetSpec
 from millstream.observe import Event, Level, Observer
 from millstream.spark.probe import Needed, is_local, look_at_executors
 from millstream.state.base import StateStore
-from millstream.targets import open_target
+from millstream.targets.base import Target
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -50,6 +51,8 @@ class Member:
 
     spec: StreamSpec
     deliveries: dict[str, Delivery] = field(default_factory=dict)
+    unfit: dict[str, MillstreamError] = field(default_factory=dict)
+    """Targets that could not even be made, and why: an option that is not known any more, a package that is missing."""
 
     @property
     def name(self) -> str:
@@ -112,6 +115,7 @@ class RunningStreams:
             if member is not None and member.spec != stream:
                 self._stop(member.deliveries)
                 member.spec = stream
+                member.unfit.clear()
             self._members.setdefault(stream.name, Member(stream))
         self._arrange()
 
@@ -134,6 +138,7 @@ class RunningStreams:
         if member is None:
             return
         self._stop(member.deliveries, [n for n, one in member.deliveries.items() if one.query.done])
+        member.unfit.clear()
         capture = self._captures[member.spec.source.name]
         if capture.error is not None:
             capture.failure = None
@@ -183,11 +188,14 @@ class RunningStreams:
                 capture.failure = failed
                 if strict:
                     raise
-                fields = {"source": capture.source.name, "error": type(failed).__name__, "hint": failed.hint}
-                self._observer.on_event(Event("capture.halted", failed.message, Level.ERROR, fields=fields))
+                self._tell_halted(capture, failed)
         for capture in waiting:
             if capture.failure is None:
                 capture.start()
+
+    def _tell_halted(self, capture: Capture, failed: MillstreamError) -> None:
+        fields = {"source": capture.source.name, "error": type(failed).__name__, "hint": failed.hint}
+        self._observer.on_event(Event("capture.halted", failed.message, Level.ERROR, fields=fields))
 
     def advance(self, *, strict: bool = False) -> bool:
         """Start what can be started now, and say whether all runs that should. `strict`: raise what keeps it off."""
@@ -201,8 +209,21 @@ class RunningStreams:
                 settled = False
                 continue
             for member, target in due:
-                self._start(member, target, capture)
+                try:
+                    made = open_target(target)
+                except MillstreamError as failed:
+                    if strict:
+                        raise
+                    self._note_unfit(member, target.name, failed)
+                else:
+                    self._start(member, target, made, capture)
         return settled
+
+    def _note_unfit(self, member: Member, target: str, failed: MillstreamError) -> None:
+        member.unfit[target] = failed
+        fields = {"error": type(failed).__name__, "hint": failed.hint}
+        event = Event("delivery.failed", failed.message, Level.ERROR, member.name, target, fields)
+        self._observer.on_event(event)
 
     def _is_ready(self, capture: Capture, *, strict: bool) -> bool:
         if strict:
@@ -216,10 +237,11 @@ class RunningStreams:
             (member, target)
             for member in self._of(capture)
             for target in member.spec.targets
-            if target.name not in member.deliveries and not is_paused(self._store, member.name, target.name)
+            if target.name not in (member.deliveries | member.unfit)
+            and not is_paused(self._store, member.name, target.name)
         ]
 
-    def _start(self, member: Member, target: TargetSpec, capture: Capture) -> None:
+    def _start(self, member: Member, target: TargetSpec, made: Target, capture: Capture) -> None:
         spark = self._spark()
         self._look_at_executors(spark, capture)
         tables = _own_tables(member.spec, capture.source.tables)
@@ -227,7 +249,7 @@ class RunningStreams:
             spark,
             member.spec,
             target,
-            open_target(target),
+            made,
             capture.locations,
             self._store,
             self._home.checkpoint_path(member.name, target.name),
@@ -271,6 +293,7 @@ class RunningStreams:
 
     def failed(self) -> bool:
         broken = any(query.state is StreamState.FAILED for query in self.queries)
+        broken = broken or any(member.unfit for member in self.members)
         return broken or any(capture.error is not None for capture in self.captures)
 
     # The ticker
@@ -301,7 +324,13 @@ class RunningStreams:
     def acknowledge(self) -> None:
         """Tell each capture what all streams of its source have. From any thread."""
         for capture in self.captures:
-            capture.acknowledge()
+            try:
+                capture.acknowledge()
+            except JournalError as broken:
+                # Its journal went from under it: that is its streams' trouble and nobody else's.
+                if capture.failure is None:
+                    capture.failure = broken
+                    self._tell_halted(capture, broken)
 
     def report(self, everyone: StreamState | None = None, *, due: bool = False) -> None:
         """Write down how things are; with `due`, as often as the shortest `checkpoint_interval` says. Any thread."""
@@ -309,7 +338,7 @@ class RunningStreams:
         if due and not self._reporter.is_due(min((m.spec.checkpoint_interval_ms for m in members), default=1000)):
             return
         for capture in self.captures:
-            if capture.started:
+            if capture.started and capture.failure is None:
                 capture.retain()
             mine = [one.query for member in self._of(capture) for one in list(member.deliveries.values())]
             if mine:
@@ -317,7 +346,7 @@ class RunningStreams:
             report = capture.report()
             for member in self._of(capture):
                 queries = {name: one.query for name, one in list(member.deliveries.items())}
-                self._reporter.write(member.spec, report, queries, everyone)
+                self._reporter.write(member.spec, report, queries, member.unfit, everyone)
 
     # The end
 
