@@ -209,11 +209,16 @@ def test_pauses_and_deletions_are_remembered_until_the_stream_is_gone(store: Sta
     assert store.deletions() == {"shop": {"keep_slot": True}, "bank": {}}
     store.save_ack("main", 7)
     store.save_ack("other", 8)
+    store.add_captured("main", ["public.b", "public.a"])
+    store.add_captured("main", ["public.c", "public.b"])
+    store.add_captured("other", ["public.*"])
+    assert store.captured("main") == ["public.a", "public.b", "public.c"]
     store.delete_stream("shop", source="main")
     store.delete_stream("bank")
     store.delete_stream("bank")
     assert (store.deletions(), store.paused("shop"), store.paused("bank")) == ({}, set(), set())
     assert (store.get_ack("main"), store.get_ack("other")) == (None, 8)
+    assert (store.captured("main"), store.captured("other")) == ([], ["public.*"])
 
 
 def test_faults_come_newest_first_and_are_bounded(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,7 +422,7 @@ def test_a_store_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> N
     store.save_cursor(cursor(4))
     store.close()
     with sqlite3.connect(path) as db:
-        for table in ("totals", "pauses", "deletions", "faults", "requests"):
+        for table in ("totals", "pauses", "captured", "deletions", "faults", "requests"):
             db.execute(f"drop table {table}")
         db.execute("pragma user_version = 1")
     db.close()

@@ -46,8 +46,8 @@ def test_the_life_of_a_stream(engine: Engine, script: Script, tmp_path: Path, wa
     await_that(lambda: replicator.get_status("shop").lag_events == 0)
     expected = {"public.items": [(2, "while it was paused")], "public.orders": [(1, "first")]}
     assert delivered(tmp_path) == expected
-    status = engine.await_ready("shop", 20)
-    assert status.state is StreamState.RUNNING
+    await_that(lambda: engine.await_ready("shop", 20).state is StreamState.RUNNING)
+    status = engine.get_status("shop")
     assert (status.events_replicated, status.errors_last_hour, status.last_error) == (2, 0, None)
     assert status.last_checkpoint is not None
     assert status.last_event == status.last_checkpoint.wall
@@ -105,6 +105,26 @@ def test_two_streams_on_one_source_share_its_capture_and_get_their_own_tables(
     script.insert("public.orders", id=4, note="last")
     await_that(lambda: engine.get_status("orders").events_replicated == 4)
     assert [id_ for id_, _ in delivered(tmp_path, "orders")["public.orders"]] == [1, 2, 3, 4]
+
+
+def test_what_was_captured_for_a_stream_that_is_gone_is_nobody_elses(
+    engine: Engine, script: Script, tmp_path: Path
+) -> None:
+    names = ("orders", "items")
+    engine.upsert_streams([stream(script, tmp_path, name, tables=(f"public.{name}",)) for name in names])
+    engine.pause("orders")
+    with engine:
+        engine.await_ready("items", 20)
+        script.insert("public.items", id=1, note="an item")
+        script.insert("public.orders", id=1, note="an order")
+        await_that(lambda: engine.get_status("orders").lag_events == 2)
+        engine.delete_stream("items")
+    engine.resume("orders")
+    with engine:
+        await_that(lambda: engine.get_status("orders").lag_events == 0)
+        assert delivered(tmp_path, "orders") == {"public.orders": [(1, "an order")]}
+        engine.upsert_stream(stream(script, tmp_path, "late", tables=("public.items",)))
+        await_that(lambda: delivered(tmp_path, "late") == {"public.items": [(1, "an item")]})
 
 
 def test_a_lane_passes_batches_that_have_nothing_of_its_stream(engine: Engine, script: Script, tmp_path: Path) -> None:

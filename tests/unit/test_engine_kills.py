@@ -26,7 +26,10 @@ DELETION = (
     *("engine.deletion_begun", "engine.source_removed", "engine.targets_released"),
     *("engine.checkpoints_removed", "engine.journal_removed", "engine.stream_forgotten"),
 )
-OTHERS = ("engine.stream_saved", "engine.pause_saved", "engine.resume_saved", "engine.request_done")
+OTHERS = (
+    *("engine.stream_saved", "engine.pause_saved", "engine.resume_saved"),
+    *("engine.request_done", "engine.patterns_saved"),
+)
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -131,6 +134,9 @@ def test_streams_and_pauses_survive_a_kill_of_the_command_and_of_the_engine(
     assert engine.get_status("shop").state is StreamState.PAUSED
     kill_at("engine.resume_saved", "resume", "shop")
     assert engine.get_status("shop").state is StreamState.CREATED
+
+    # The engine dies before its first capture.
+    assert killed(managing("run", at="engine.patterns_saved"))
 
     # The engine dies over what it was asked: whoever asked does it himself, and nothing is delivered twice.
     process = running(managing, at="engine.pause_saved")

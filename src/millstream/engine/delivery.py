@@ -26,6 +26,7 @@ from millstream.model import Cursor, Json, SeqRange, StreamSpec, StreamState, Ta
 from millstream.observe import Event, Level, Observer
 from millstream.spark.query import CheckpointUnusable, SliceQuery
 from millstream.spark.slices import SliceOptions
+from millstream.spark.tables import OwnTables
 from millstream.state.base import StateStore
 from millstream.targets.base import Target
 
@@ -60,7 +61,7 @@ class DeliveryQuery:
         *,
         once: bool = False,
         on_cursor: CursorCallback | None = None,
-        tables: tuple[str, ...] | None = None,
+        tables: OwnTables | None = None,
     ) -> None:
         self._spark = spark
         self._stream = stream

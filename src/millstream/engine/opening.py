@@ -18,7 +18,7 @@ from millstream.model import Cursor, SeqRange
 from millstream.spark.probe import Needed
 from millstream.spark.rows import described
 from millstream.spark.stage import StagePlan
-from millstream.spark.tables import share
+from millstream.spark.tables import OwnTables, share
 from millstream.state.base import EpochRecord, StateStore, Tally
 from millstream.targets.base import ASKING, Target, TargetContext
 
@@ -50,7 +50,7 @@ class Opening:
         locations: tuple[str, ...],
         store: StateStore,
         checkpoint_root: Path,
-        tables: tuple[str, ...] | None = None,
+        tables: OwnTables | None = None,
     ) -> None:
         self._stream = stream
         self._name = target_name

@@ -7,7 +7,7 @@ meanwhile, so that a pause that waits for its batch holds up nobody else.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -19,10 +19,12 @@ from millstream.engine.fit import open_target
 from millstream.engine.home import Home
 from millstream.engine.reporting import Reporter
 from millstream.errors import JournalError, MillstreamError
+from millstream.failpoint import failpoint
 from millstream.journal import JournalReader
 from millstream.model import Cursor, StreamSpec, StreamState, TargetSpec
 from millstream.observe import Event, Level, Observer
 from millstream.spark.probe import Needed, is_local, look_at_executors
+from millstream.spark.tables import OwnTables
 from millstream.state.base import StateStore
 from millstream.targets.base import Target
 
@@ -33,16 +35,13 @@ TICK = 0.1
 PLAN_GRACE = 60.0
 """Seconds a superseded segment outlives the start of the oldest batch that may refer to it."""
 
-Tables = tuple[str, ...] | None
-"""Patterns of a stream's tables; None when the source has no others."""
-
 
 @dataclass
 class Delivery:
-    """A query that was started, and the tables that it was told are the stream's."""
+    """A query that was started, and what it was told of the stream's tables."""
 
     query: DeliveryQuery
-    tables: Tables
+    tables: OwnTables | None
 
 
 @dataclass
@@ -163,14 +162,21 @@ class RunningStreams:
             sharing = [stream for stream in streams if stream.source.name == name]
             tables = dict.fromkeys(pattern for stream in sharing for pattern in stream.source.tables)
             whole = replace(source, tables=tuple(tables))
+            self._store.add_captured(name, whole.tables)
+            failpoint("engine.patterns_saved")
             for member in self.members:
                 if member.spec.source.name == name:
-                    stale = _own_tables(member.spec, whole.tables)
-                    self._stop(member.deliveries, [t for t, one in member.deliveries.items() if one.tables != stale])
+                    own = self._own_tables(member.spec)
+                    self._stop(member.deliveries, [t for t, one in member.deliveries.items() if one.tables != own])
             if name in self._captures:
                 self._captures[name].change(whole, sharing)
             else:
                 self._captures[name] = Capture(whole, sharing, self._home, self._store, self._observer)
+
+    def _own_tables(self, stream: StreamSpec) -> OwnTables | None:
+        """What a delivery is told of its tables. None if there never were others in the journal."""
+        captured = tuple(self._store.captured(stream.source.name))
+        return None if set(captured) <= set(stream.source.tables) else OwnTables(stream.source.tables, captured)
 
     def _known(self, name: str) -> StreamSpec:
         given = self.spec(name)
@@ -244,7 +250,7 @@ class RunningStreams:
     def _start(self, member: Member, target: TargetSpec, made: Target, capture: Capture) -> None:
         spark = self._spark()
         self._look_at_executors(spark, capture)
-        tables = _own_tables(member.spec, capture.source.tables)
+        tables = self._own_tables(member.spec)
         query = DeliveryQuery(
             spark,
             member.spec,
@@ -378,8 +384,3 @@ class RunningStreams:
 def is_paused(store: StateStore, stream: str, target: str) -> bool:
     """Whether this target was paused, alone or with its stream."""
     return not store.paused(stream).isdisjoint({"", target})
-
-
-def _own_tables(stream: StreamSpec, captured: Sequence[str]) -> Tables:
-    """Which tables a delivery takes. None if the source has no others: a table that is renamed is then not lost."""
-    return None if set(stream.source.tables) == set(captured) else stream.source.tables

@@ -26,7 +26,7 @@ from millstream.model import Json, Relation, SeqRange
 from millstream.spark.probe import Needed, check_myself
 from millstream.spark.rows import Opener, Rows, described
 from millstream.spark.slices import from_rows
-from millstream.spark.tables import share
+from millstream.spark.tables import OwnTables, share
 from millstream.targets.base import Attempt, Lane, LaneBatch, Part, Receipt, Stager
 
 RECEIPT = pa.schema(
@@ -59,8 +59,8 @@ class StagePlan:
     after_position: int | None
     """Changes up to here were delivered from an earlier incarnation of the journal and are left out."""
     stager: Stager | Lane
-    tables: tuple[str, ...] | None = None
-    """Patterns of the stream's tables; what the journal has of others is left out. None: all are the stream's."""
+    tables: OwnTables | None = None
+    """Which tables of the journal are the stream's; the rows of the others are left out. None: all are."""
 
 
 def stage_function(plan: StagePlan) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from millstream.journal import JournalReader, open_slice
@@ -15,30 +16,42 @@ from millstream.spark.rows import MESSAGES
 Piece = tuple[Slice, SeqRange]
 
 
+@dataclass(frozen=True)
+class OwnTables:
+    """What tells a stream's tables from those of others in the same journal. Small, picklable."""
+
+    patterns: tuple[str, ...]
+    """The stream's own tables,"""
+    captured: tuple[str, ...]
+    """and everything that was ever captured from the source, for streams that are gone as well."""
+
+
 @lru_cache(maxsize=4096)
-def belongs(locations: tuple[str, ...], journal_id: str, relation: int, patterns: tuple[str, ...]) -> bool:
+def belongs(locations: tuple[str, ...], journal_id: str, relation: int, own: OwnTables) -> bool:
     """Whether a relation of the journal is one of the stream's tables.
 
-    A table keeps to its stream when it is renamed: it is the stream's if any of its descriptions up
-    to this one has a name that the patterns mean. Logical messages belong to no table, and to all streams.
+    Only what is known to be another stream's is left out. A table keeps to its stream when it is renamed:
+    it is the stream's if any of its descriptions up to this one has a name that the patterns mean. One
+    that nobody's patterns mean was renamed before it ever changed: every stream gets it. Logical messages
+    belong to no table, and to all streams.
     """
     if relation == MESSAGES:
         return True
     known = JournalReader(locations).relations()
-    mine = matcher(patterns)
     oid = known[relation].oid
-    return any(mine(other) for id, other in known.items() if id <= relation and other.oid == oid)
+    names = [other for id, other in known.items() if id <= relation and other.oid == oid]
+    return any(map(matcher(own.patterns), names)) or not any(map(matcher(own.captured), names))
 
 
 def share(
-    locations: tuple[str, ...], patterns: tuple[str, ...] | None, pieces: Sequence[Piece]
+    locations: tuple[str, ...], own: OwnTables | None, pieces: Sequence[Piece]
 ) -> tuple[list[Piece], Counter[int]]:
-    """The slices of the stream's tables, and by relation how many rows of others the batch has."""
-    if patterns is None:
+    """The slices of the stream's tables, and by relation how many rows of others the batch has. None: all are its."""
+    if own is None:
         return list(pieces), Counter()
     mine, others = [], Counter[int]()
     for piece, span in pieces:
-        if belongs(locations, piece.journal_id, piece.relation, patterns):
+        if belongs(locations, piece.journal_id, piece.relation, own):
             mine.append((piece, span))
         else:
             others[piece.relation] += rows_in(piece, span, locations)

@@ -104,7 +104,7 @@ class StateStore(Protocol):
     def delete_stream(self, name: str, *, source: str | None = None) -> None:
         """Forget everything that is known of the stream, also that it is paused or being deleted. Idempotent.
 
-        With `source`, also what was acknowledged to that: it has no slot and no journal any more.
+        With `source`, also what was acknowledged to that and captured from it: it has no journal any more.
         """
 
     def begin_deletion(self, name: str, options: Json) -> None:
@@ -148,6 +148,12 @@ class StateStore(Protocol):
         """
 
     def get_ack(self, source: str) -> int | None: ...
+
+    def add_captured(self, source: str, patterns: Sequence[str]) -> None:
+        """Remember that these patterns of tables were captured from a source; those of before stay."""
+
+    def captured(self, source: str) -> list[str]:
+        """Every pattern that was ever captured from the source, in order of text."""
 
     def set_runtime(self, runtime: Runtime) -> None: ...
 

@@ -60,6 +60,7 @@ class MemoryStateStore:
         self._runtimes: dict[tuple[str, str], Runtime] = {}
         self._totals: dict[tuple[str, str, str], Total] = {}
         self._paused: set[tuple[str, str]] = set()
+        self._captured: dict[str, set[str]] = {}
         self._deletions: dict[str, Json] = {}
         self._faults: dict[str, list[Fault]] = {}
         self._requests: dict[int, Request] = {}
@@ -89,6 +90,7 @@ class MemoryStateStore:
             self._faults.pop(name, None)
             if source is not None:
                 self._acks.pop(source, None)
+                self._captured.pop(source, None)
 
     def begin_deletion(self, name: str, options: Json) -> None:
         with self._lock:
@@ -156,6 +158,14 @@ class MemoryStateStore:
     def get_ack(self, source: str) -> int | None:
         with self._lock:
             return self._acks.get(source)
+
+    def add_captured(self, source: str, patterns: Sequence[str]) -> None:
+        with self._lock:
+            self._captured.setdefault(source, set()).update(patterns)
+
+    def captured(self, source: str) -> list[str]:
+        with self._lock:
+            return sorted(self._captured.get(source, ()))
 
     def set_runtime(self, runtime: Runtime) -> None:
         at = runtime.updated_at or datetime.now(UTC)

@@ -57,6 +57,7 @@ create table totals (
     primary key (stream, target, tab)
 ) without rowid;
 create table pauses (stream text not null, target text not null, primary key (stream, target)) without rowid;
+create table captured (source text not null, pattern text not null, primary key (source, pattern)) without rowid;
 create table deletions (stream text primary key, options text not null) without rowid;
 create table faults (
     id integer primary key,
@@ -121,7 +122,8 @@ class SqliteStateStore:
             db.execute("delete from streams where name = ?", (name,))
             for table in _OF_A_STREAM:
                 db.execute(f"delete from {table} where stream = ?", (name,))
-            db.execute("delete from acks where source = ?", (source,))
+            for table in ("acks", "captured"):
+                db.execute(f"delete from {table} where source = ?", (source,))
 
     def begin_deletion(self, name: str, options: Json) -> None:
         with self._write("begin a deletion") as db:
@@ -223,6 +225,14 @@ class SqliteStateStore:
     def get_ack(self, source: str) -> int | None:
         rows = self._read("select position from acks where source = ?", (source,))
         return int(rows[0][0]) if rows else None
+
+    def add_captured(self, source: str, patterns: Sequence[str]) -> None:
+        with self._write("remember what is captured") as db:
+            rows = [(source, pattern) for pattern in patterns]
+            db.executemany("insert or ignore into captured values (?, ?)", rows)
+
+    def captured(self, source: str) -> list[str]:
+        return [row[0] for row in self._read("select pattern from captured where source = ? order by 1", (source,))]
 
     def set_runtime(self, runtime: Runtime) -> None:
         at = runtime.updated_at.isoformat() if runtime.updated_at else _now()
