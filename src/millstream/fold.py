@@ -91,7 +91,8 @@ class _Log:
         self.has_before = [there for part in self._parts for there in _has_before(part)]
         self.order = sorted(range(self.size), key=self.seq.__getitem__)
         for earlier, later in zip(self.order, self.order[1:], strict=False):
-            if self.seq[earlier] == self.seq[later]:
+            # The rows of a baseline all have the version of the moment in which they were read.
+            if self.seq[earlier] == self.seq[later] and not self.op[earlier] == self.op[later] == "r":
                 raise Inconsistent(f"seq {self.seq[later]} is there twice")
         newest = self._newest()
         self.columns = [name for name in newest.names if name not in METADATA]

@@ -56,7 +56,7 @@ class StreamState(enum.StrEnum):
 
     CREATED = "created"
     SNAPSHOT = "snapshot"
-    """Its tables are being copied. (No stream of this version is ever here: modes that copy are refused.)"""
+    """Its tables are being copied."""
     CATCHING_UP = "catching_up"
     RUNNING = "running"
     PAUSED = "paused"

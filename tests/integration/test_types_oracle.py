@@ -51,6 +51,7 @@ def test_every_value_of_every_type_is_what_a_select_says(any_database: Database,
         if wrong[kind.name] is None:
             type_matrix.passed(kind.name, "text", any_database.server.version)
     assert {name: what for name, what in wrong.items() if what is not None} == {}
+    assert trial.wrong_copies(trial.relations["keyed"], trial.kinds) == {}, "a baseline reads something else"
     without_the_catalog(trial)
     with_every_choice(trial)
     for kind in chosen_kinds(trial.kinds):

@@ -183,7 +183,7 @@ def test_check_lists_every_problem_and_exits_2(file: Path) -> None:
             "error: 3 problems in the stream file",
             f"  {file}:3:3: source.tables: is missing; write `tables: [public.orders]`, or `tables: [public.*]`",
             f"  {file}:5:3: source.tabels: unknown key; did you mean `tables`?",
-            f"  {file}:6:7: mode: `snapshot` is not available in this version; available: cdc",
+            f"  {file}:6:7: mode: `snapshot` is not available in this version; available: cdc, snapshot_then_cdc",
             "",
         ]
     )

@@ -17,7 +17,10 @@ from millstream.observe import Event, Level
 
 
 def target(state: StreamState = StreamState.RUNNING) -> TargetStatus:
-    return TargetStatus("log", "files", state, 1, 5, "0/1", 1300, 0.42, None, 5, 9, 1, None, None, None)
+    return TargetStatus(
+        *("log", "files", state, 1, 5, "0/1", 1300, 0.42, None, 5, 9, 1, None, None, None),
+        *(None, 5, 9, 0, None, ()),
+    )
 
 
 class Known(Progress):

@@ -79,7 +79,7 @@ def test_every_problem_of_the_options_is_told_at_once_with_the_nearest_key() -> 
     said = caught.value.message
     assert "slott: unknown key, did you mean slot?" in said
     assert "heartbeat_interval: 'soon {x}' is not a duration" in said
-    assert "origin: Input should be 'any' or 'none'" in said
+    assert "origin: must be 'any' or 'none'" in said
     assert "slot: must be a name of at most 56 letters" in said
     assert "unheard: unknown key; known keys: slot, publication, heartbeat_interval" in said
 

@@ -144,7 +144,7 @@ class StreamKeys(_Keys):
 
     name: Name
     source: SourceKeys
-    mode: Annotated[Mode, BeforeValidator(_one_of([Mode.CDC], [Mode.SNAPSHOT, Mode.SNAPSHOT_THEN_CDC]))]
+    mode: Annotated[Mode, BeforeValidator(_one_of([Mode.CDC, Mode.SNAPSHOT_THEN_CDC], [Mode.SNAPSHOT]))]
     filter: Annotated[Any, BeforeValidator(_not_yet((None, ""), "remove it: every row is delivered"))] = None
     transforms: Annotated[
         Any, BeforeValidator(_not_yet((None, []), "leave it out: rows are delivered as they are"))

@@ -18,11 +18,12 @@ from pyspark.errors import PySparkException, PythonException
 from pyspark.sql import DataFrame, SparkSession
 
 from millstream.engine.backoff import Backoff
+from millstream.engine.baseline import Baseline, BaselineStopped
 from millstream.engine.batch import BatchResult, run_batch
 from millstream.engine.opening import Opened, Opening, from_micros
 from millstream.errors import JournalError, JournalMismatch, MillstreamError, TargetError
 from millstream.failpoint import failpoint
-from millstream.model import Cursor, Json, SeqRange, StreamSpec, StreamState, TargetSpec
+from millstream.model import Cursor, Json, Mode, SeqRange, StreamSpec, StreamState, TargetSpec
 from millstream.observe import Event, Level, Observer
 from millstream.spark.query import CheckpointUnusable, SliceQuery
 from millstream.spark.slices import SliceOptions
@@ -90,6 +91,7 @@ class DeliveryQuery:
         self.planning_since = time.time()
         """Unix time: no slice that was planned before is in use any more."""
         self._retrying: str | None = None
+        self._baseline: Baseline | None = None
         self._counts = {"events": 0, "bytes": 0, "batches": 0, "last_batch_ms": 0}
 
     # For the engine
@@ -113,6 +115,7 @@ class DeliveryQuery:
             "seq": cursor.seq if cursor else None,
             "last_event": cursor.commit_ts.isoformat() if cursor and cursor.commit_ts else None,
             "retrying": self._retrying,
+            "snapshot": self._baseline.progress if self._baseline else None,
             "error": str(self.error) if self.error else None,
         }
 
@@ -159,8 +162,11 @@ class DeliveryQuery:
         """Run one query to its end. Returns whether another one shall follow."""
         try:
             query = self._open()
-        except MillstreamError as failed:
-            if not failed.transient:
+        except BaselineStopped:
+            return False
+        except (MillstreamError, PySparkException, Py4JError) as failed:
+            self._check_spark(failed)
+            if not _is_transient(failed):
                 raise
             return self._pause(backoff, failed)
         failure = query.wait()
@@ -181,6 +187,8 @@ class DeliveryQuery:
         return self._pause(backoff, failure)
 
     def _open(self) -> SliceQuery:
+        if self._stream.mode is Mode.SNAPSHOT_THEN_CDC and self._opening.is_new():
+            self._run_baseline()
         reason, self._distrust = self._distrust, None
         self._progressed = False
         opened = self._opening.open(reason)
@@ -202,6 +210,20 @@ class DeliveryQuery:
             self.state = StreamState.RUNNING
         self._settled.set()
         return query
+
+    def _run_baseline(self) -> None:
+        """Bring the source's tables as they are now; the changes that follow are the query's."""
+        self.state = StreamState.SNAPSHOT
+        self._settled.set()
+        baseline = Baseline(self._spark, self._stream.source, self._target, self._opening, self._emit, self.stopping)
+        self._baseline = baseline
+        result = baseline.run()
+        self._counts = {
+            **self._counts,
+            "events": self._counts["events"] + result.rows,
+            "bytes": self._counts["bytes"] + result.bytes,
+        }
+        self._baseline = None
 
     def _check_spark(self, failure: Exception | None) -> None:
         """A session whose JVM is gone cannot be retried on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,13 +14,16 @@ from millstream.errors import JournalMismatch
 from millstream.failpoint import failpoint
 from millstream.journal import Cut, JournalReader, check_cursor, open_slice
 from millstream.journal.format import Header
-from millstream.model import Cursor, SeqRange
+from millstream.model import Cursor, Relation, SeqRange
 from millstream.spark.probe import Needed
 from millstream.spark.rows import described
 from millstream.spark.stage import StagePlan
 from millstream.spark.tables import OwnTables, share
 from millstream.state.base import EpochRecord, StateStore, Tally
-from millstream.targets.base import ASKING, Target, TargetContext
+from millstream.targets.base import ASKING, Lane, Stager, Target, TargetContext
+
+UNSEEN = 1 << 30
+"""From here on `_ms_schema` numbers descriptions that only a baseline has seen."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,19 @@ class Opened:
     """Why this is a new epoch; None when the current one goes on."""
     checkpoint: Path
     plan: StagePlan
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """A target that has nothing yet, opened for a baseline."""
+
+    header: Header
+    epoch: int
+    seq: int
+    """The journal's end: what a snapshot that is taken now does not have lies beyond it."""
+    position: int
+    """The journal's position there."""
+    stager: Stager | Lane
 
 
 class Opening:
@@ -89,6 +105,37 @@ class Opening:
         opened = Opened(header, decision.epoch, current.start_seq, decision.seq, decision.reason, checkpoint, plan)
         self._save_opening(opened)
         return opened
+
+    def is_new(self) -> bool:
+        """Whether the target itself has nothing. Raises as the target does."""
+        self._open_target(self._journal.header(), ASKING)
+        return self._target.capabilities.keeps_cursor and self._target.cursor() is None
+
+    def begin(self) -> Beginning:
+        """Open a target that has nothing in a new epoch, and remove what an earlier try of a baseline left there."""
+        header, head = self._journal.header(), self._journal.head()
+        current, saved = self._store.current_epoch(self._stream, self._name), self._saved()
+        epoch = max(current.epoch if current else 0, saved.epoch if saved else 0) + 1
+        self._open_target(header, epoch)
+        self._target.recover(None)
+        seq = header.first_seq - 1 if head is None else head.seq
+        position = self.cut(seq).resume_position if seq >= header.first_seq else header.start_position
+        return Beginning(header, epoch, seq, position, self._target.stager())
+
+    def record_baseline(self, begun: Beginning, snapshot_position: int) -> None:
+        """Write down where changes go on after the baseline, before the target can have it: no change comes twice."""
+        self._open_epoch(begun.header, Decision(begun.epoch, begun.seq, snapshot_position, "baseline"))
+
+    def save_baseline(self, begun: Beginning, tallies: Sequence[Tally]) -> None:
+        """The target has the baseline: its cursor, and what came with it."""
+        journal = begun.header.journal_id
+        cursor = Cursor(self._stream, self._name, journal, begun.epoch, begun.seq, begun.position)
+        self._store.save_cursor(cursor, tallies)
+
+    def relation_ids(self, relations: Iterable[Relation]) -> dict[Relation, int]:
+        """The journal's numbers of these descriptions; those it has never seen get numbers it never gives."""
+        known = {relation: number for number, relation in self._journal.relations().items()}
+        return {relation: known.get(relation, UNSEEN + at) for at, relation in enumerate(dict.fromkeys(relations))}
 
     def delivered_seq(self, opened: Opened) -> int:
         """The truth: how far the target is."""

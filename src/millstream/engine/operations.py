@@ -187,9 +187,10 @@ def check_stream(stream: StreamSpec) -> None:
         place.checkpoint_path(stream.name, name)
         if names.count(name) > 1:
             raise ConfigError(f"stream {stream.name} has two targets named {name}")
-    if stream.mode is not Mode.CDC:
+    if stream.mode is Mode.SNAPSHOT:
         raise NotSupported(
-            f"stream {stream.name}: mode {stream.mode.value} is not available in this version", hint="use mode cdc"
+            f"stream {stream.name}: mode {stream.mode.value} is not available in this version",
+            hint="use mode snapshot_then_cdc",
         )
     ack_position(stream.commit, stream.targets, {}, journal_id="", head=None, start_position=0)
     open_source(stream.source).close()

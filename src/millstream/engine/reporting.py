@@ -87,6 +87,8 @@ class Reporter:
             return StreamState.FAILED
         if not states:
             return StreamState.CREATED
+        if StreamState.SNAPSHOT in states:
+            return StreamState.SNAPSHOT
         end = capture.source.get("seq")
         cursors = [cursor for cursor in self._store.cursors(stream.name) if cursor.target in flowing]
         behind = end is not None and any(cursor.seq < end for cursor in cursors)

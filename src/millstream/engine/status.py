@@ -25,7 +25,7 @@ from millstream.state.base import Fault, Runtime, StateStore
 SILENCE = 60.0
 """A running process writes its state every `checkpoint_interval`. Seconds after which it counts as stuck."""
 
-_ALIVE = (StreamState.CATCHING_UP, StreamState.RUNNING)
+_ALIVE = (StreamState.SNAPSHOT, StreamState.CATCHING_UP, StreamState.RUNNING)
 
 
 @dataclass(frozen=True)

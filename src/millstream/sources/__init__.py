@@ -6,16 +6,18 @@ for, so that its driver need not be installed for the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millstream.errors import ConfigError, DependencyError
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from millstream.model import SourceSpec
     from millstream.observe import Event
-    from millstream.sources.base import Source
+    from millstream.sources.base import Chunk, Snapshot, SnapshotPlan, Source
 
 KINDS = ("postgres", "scripted")
 """Every kind of source there is."""
@@ -39,6 +41,31 @@ def open_source(spec: SourceSpec, work: Path | None = None, tell: Callable[[Even
     except ImportError as missing:
         raise _without_driver(missing) from missing
     return PostgresSource(spec, work, tell)
+
+
+def take_snapshot(spec: SourceSpec, on_wait: Callable[[str], None]) -> Snapshot:
+    """A snapshot of the captured tables, ready to be read. The source must be captured already.
+
+    `on_wait` hears what is waited for, and may raise to give up. Raises as `open_source` does, and SourceError.
+    """
+    _check_kind(spec)
+    if spec.kind == "scripted":
+        raise ConfigError("a scripted source has no tables to copy", hint="give the stream mode: cdc")
+    try:
+        from millstream.sources.postgres.snapshot import HeldSnapshot
+    except ImportError as missing:
+        raise _without_driver(missing) from missing
+    return HeldSnapshot(spec, on_wait)
+
+
+def read_chunk(spec: SourceSpec, plan: SnapshotPlan, chunk: Chunk) -> Iterator[pa.LargeBinaryArray]:
+    """The rows of a chunk, for the decoder of its relation. Runs on executors, without Spark."""
+    _check_kind(spec)
+    try:
+        from millstream.sources.postgres import chunks
+    except ImportError as missing:
+        raise _without_driver(missing) from missing
+    return chunks.read_chunk(spec, plan, chunk)
 
 
 def remove_source(spec: SourceSpec) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Protocol
 
 import numpy as np
@@ -93,6 +94,39 @@ class Block:
     rows: pa.RecordBatch | None = None
     open_transaction: bool = False
     progress: int | None = None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a table that one task reads. `what` is the source's own, small, JSON; `bytes` an estimate."""
+
+    relation: Relation
+    what: Json
+    bytes: int
+
+
+@dataclass(frozen=True)
+class SnapshotPlan:
+    """All captured tables at one exact position, in chunks that tasks can read in parallel. Picklable.
+
+    A change is in the snapshot if and only if its transaction ends at or before `position`. `token` is how the
+    source's readers find the snapshot, which lives as long as its holder keeps it.
+    """
+
+    position: int
+    taken_at: datetime
+    token: str
+    chunks: tuple[Chunk, ...]
+    estimated_rows: int
+
+
+class Snapshot(Protocol):
+    """The driver's side of a baseline: whoever has it keeps the snapshot alive."""
+
+    plan: SnapshotPlan
+
+    def close(self) -> None:
+        """Let go of it. Idempotent."""
 
 
 Registrar = Callable[[Relation], int]

@@ -79,7 +79,7 @@ def stage(plan: StagePlan, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Rec
     try:
         yield from _stage(plan, batches, attempt)
     except Exception as failed:  # noqa: BLE001 - named to the driver, which raises it there
-        yield _error_row(describe(failed))
+        yield error_row(describe(failed))
 
 
 def _stage(plan: StagePlan, batches: Iterable[pa.RecordBatch], attempt: Attempt) -> Iterator[pa.RecordBatch]:
@@ -87,7 +87,7 @@ def _stage(plan: StagePlan, batches: Iterable[pa.RecordBatch], attempt: Attempt)
     pieces = [piece for batch in batches for piece in from_rows(batch)]
     slices, others = share(plan.locations, plan.tables, pieces)
     for relation_id, rows_of_others in others.items():
-        yield _receipt_rows((), relation_id, rows_of_others)
+        yield receipt_rows((), relation_id, rows_of_others)
     opener = Opener(plan.locations, slices)
     if isinstance(plan.stager, Lane):
         yield from _deliver(plan, plan.stager, slices, opener, {span for _, span in pieces}, others.total())
@@ -100,7 +100,7 @@ def _stage(plan: StagePlan, batches: Iterable[pa.RecordBatch], attempt: Attempt)
         # A stager that did not read to the end must not pass for one that did.
         if rows.taken != sum(receipt.rows for receipt in receipts):
             raise TargetRefused(f"{relation.table}: {rows.taken} rows were read but not all of them were staged")
-        yield _receipt_rows(receipts, relation_id, rows.skipped)
+        yield receipt_rows(receipts, relation_id, rows.skipped)
 
 
 def _decoded(
@@ -175,7 +175,7 @@ def _deliver(
             # An earlier try of this task wrote it and could not say so: what it would have said is counted.
             for _ in reading:
                 pass
-        yield _receipt_rows(reading.receipts(), reading.relation_id, reading.rows.skipped)
+        yield receipt_rows(reading.receipts(), reading.relation_id, reading.rows.skipped)
 
 
 def _end_position(plan: StagePlan, span: SeqRange) -> int:
@@ -185,7 +185,8 @@ def _end_position(plan: StagePlan, span: SeqRange) -> int:
     return cut.resume_position
 
 
-def _receipt_rows(receipts: Sequence[Receipt], relation_id: int, skipped: int) -> pa.RecordBatch:
+def receipt_rows(receipts: Sequence[Receipt], relation_id: int, skipped: int) -> pa.RecordBatch:
+    """Receipts as a task says them, in the schema RECEIPT."""
     rows: list[Json] = [
         {
             "relation": receipt.relation,
@@ -204,7 +205,8 @@ def _receipt_rows(receipts: Sequence[Receipt], relation_id: int, skipped: int) -
     return pa.RecordBatch.from_pylist(rows, schema=RECEIPT)
 
 
-def _error_row(error: Json) -> pa.RecordBatch:
+def error_row(error: Json) -> pa.RecordBatch:
+    """The same for what went wrong instead."""
     return pa.RecordBatch.from_pylist([{"rows": 0, "skipped": 0, "error": json.dumps(error)}], schema=RECEIPT)
 
 

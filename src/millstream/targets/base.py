@@ -84,10 +84,14 @@ class TargetCursor:
 
 @dataclass(frozen=True)
 class Attempt:
-    """Which try of which task stages: Spark's task attempt id is unique in a Spark application."""
+    """Which try of which task stages: Spark's task attempt id is unique in a Spark application.
+
+    In a baseline all rows have one seq, so outputs of a relation differ by `partition` alone.
+    """
 
     partition: int
     task_attempt: int
+    baseline: bool = False
 
 
 @dataclass(frozen=True)

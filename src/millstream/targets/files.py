@@ -45,7 +45,7 @@ GROUP_BYTES = 32 << 20
 """A row group is written when either is reached: the most a task holds of a file."""
 
 _OWN = "_millstream"
-_NAME = re.compile(r"(\d{6})-(\d{20})-(\d{20})-(\d{6})\.parquet")
+_NAME = re.compile(r"(\d{6})-(\d{20})-(\d{20})-(\d{6,})(-r\d+)?\.parquet")
 _PERMANENT = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
 
 
@@ -295,7 +295,8 @@ class FilesStager:
             self._make_staging()
             written = self._write(path, first, batches)
         failpoint("files.staged")
-        name = f"{self.epoch:06d}-{written.first_seq:020d}-{written.last_seq:020d}-{relation_id:06d}.parquet"
+        part = f"-r{attempt.partition}" if attempt.baseline else ""
+        name = f"{self.epoch:06d}-{written.first_seq:020d}-{written.last_seq:020d}-{relation_id:06d}{part}.parquet"
         detail = {"staged": staged, "directory": directory_of(relation), "name": name}
         return [
             Receipt(

@@ -179,9 +179,14 @@ def enrich(conn: Connection, relation: Relation, publications: Sequence[str] = (
     return replace(known, enriched=True)
 
 
-def tables_by_oid(conn: Connection, oids: Sequence[int]) -> list[Table]:
-    """The tables with these OIDs that still exist."""
-    return _read(conn, condition="c.oid = ANY (%(oids)s::int8[]::oid[])", parameters={"oids": list(oids)})
+def tables_by_oid(conn: Connection, oids: Sequence[int], publications: Sequence[str] = ()) -> list[Table]:
+    """The tables with these OIDs that still exist; with `publications`, as these publish them."""
+    return _read(
+        conn,
+        condition="c.oid = ANY (%(oids)s::int8[]::oid[])",
+        parameters={"oids": list(oids), "publications": list(publications)},
+        column_lists=bool(publications) and conn.info.server_version >= 150000,
+    )
 
 
 def _said(relation: Relation) -> tuple[object, ...]:

@@ -5,6 +5,8 @@
     delete   D oid4 K|O tuple
     truncate T ...                            names relations only; it has no row
 
+A row that a baseline has read is no message: it is the row of a copy (see `copied`).
+
 Insert, delete and an update without old tuple have the same layout, so the first tuple of all
 rows is walked in one go, and the second one of those updates that have two. Rows come out in the
 order they came in; nothing is regrouped.
@@ -36,6 +38,7 @@ from millstream.sources.postgres.cells import (
     strings,
     walk,
 )
+from millstream.sources.postgres.copied import forms, walk_copied
 from millstream.sources.postgres.types import ColumnType, column_types
 
 CHUNK_ROWS = 16 << 10
@@ -81,6 +84,8 @@ class PostgresDecoder:
 
     def _cells(self, op: npt.NDArray[np.uint8], message: Message) -> tuple[Cells, Cells | None, Bools]:
         """The cells of the new rows (old ones, for deletes), those of the old rows, and where there are old rows."""
+        if (op == Op.READ).all():
+            return self._copied(message)
         tag = message.bytes[message.begin]
         if (tag != _TAGS[op]).any():
             raise JournalCorrupt(f"a message of {self.relation.table} is not of the kind its operation says")
@@ -96,6 +101,13 @@ class PostgresDecoder:
         has_before = np.zeros(len(op), bool)
         has_before[rows] = some
         return after, before, has_before
+
+    def _copied(self, message: Message) -> tuple[Cells, Cells | None, Bools]:
+        """The same for rows that were read by a baseline."""
+        cells, at = walk_copied(message, message.begin, forms(self.relation))
+        if (at != message.end).any():
+            raise JournalCorrupt(f"a copied row of {self.relation.table} is not as long as its columns")
+        return cells, None, np.zeros(len(message.begin), bool)
 
     def _tuples(
         self, message: Message, tag: npt.NDArray[np.uint8], begin: Ints, end: Ints

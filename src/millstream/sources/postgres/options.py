@@ -133,6 +133,11 @@ class PostgresOptions(_Keys):
         description="How far the journal must be behind the end of the source's log for bulk reading to begin; it "
         "ends at a quarter of that.",
     )
+    snapshot_wait: Duration = Field(
+        10 * 60_000,
+        gt=0,
+        description="How long a snapshot waits for transactions that are open on the source before it gives up.",
+    )
     wire: Literal["text", "binary"] = Field(
         "text",
         description="How values travel. `binary` is for tables of built-in base types and their arrays only, and gives "

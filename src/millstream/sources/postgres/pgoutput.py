@@ -142,7 +142,7 @@ def frame_rows(raw: bytes, sizes: Ints, *, first: bool, clock: int) -> Frames:
     end = np.cumsum(sizes)
     start = end - sizes
     if first and len(start):
-        start[0] += _copy_header(raw)
+        start[0] += copy_header(raw)
     whole = end - start > _ROW_HEADER
     if not all(raw[at:to] in (b"", _COPY_END) for at, to in zip(start[~whole], end[~whole], strict=True)):
         raise ProtocolError("the server sent a row that is too short")
@@ -154,7 +154,7 @@ def frame_rows(raw: bytes, sizes: Ints, *, first: bool, clock: int) -> Frames:
     return Frames(raw, frames.at, end, frames.octets[frames.at], clock)
 
 
-def _copy_header(raw: bytes) -> int:
+def copy_header(raw: bytes) -> int:
     """How long the header is with which a binary COPY begins."""
     if not raw.startswith(_COPY_SIGNATURE):
         raise ProtocolError("the server sent no binary copy")

@@ -1,0 +1,164 @@
+"""The baseline of a target: all captured tables at one exact position, before any change.
+
+One snapshot of the source, many tasks, one publication: the target has all of it or nothing. Killed on the
+way, the next start removes what was staged and takes another snapshot. Where changes go on is written down
+before the target can have the rows: those that the snapshot has are left out, whatever happens in between.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from uuid import uuid4
+
+from py4j.protocol import Py4JError
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
+
+from millstream.engine.batch import BatchResult, collected
+from millstream.engine.opening import Beginning, Opening
+from millstream.failpoint import failpoint
+from millstream.model import Json, SeqRange, SourceSpec
+from millstream.observe import Level
+from millstream.sources import take_snapshot
+from millstream.sources.base import SnapshotPlan
+from millstream.spark.baseline import BaselinePlan, baseline_function
+from millstream.spark.stage import RECEIPT_DDL
+from millstream.targets.base import Target
+
+PROGRESS_SECONDS = 1.0
+
+Tell = Callable[[str, str, Level, Json], None]
+"""kind, message, level, fields"""
+
+
+class BaselineStopped(Exception):
+    """The baseline was given up because the delivery shall end: nothing of it is visible."""
+
+
+class Baseline:
+    """Brings all rows of the source's tables to a target that has nothing. Runs on the delivery's thread."""
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        source: SourceSpec,
+        target: Target,
+        opening: Opening,
+        tell: Tell,
+        stopping: threading.Event,
+    ) -> None:
+        self._spark = spark
+        self._source = source
+        self._target = target
+        self._opening = opening
+        self._tell = tell
+        self._stopping = stopping
+        self.progress: Json = {}
+        """How far it is, for `status`: chunks, rows by the server's estimate, their rate, and how long it may take."""
+
+    def run(self) -> BatchResult:
+        """Raises BaselineStopped, or what went wrong; transient errors mean that it can be run again."""
+        started = time.monotonic()
+        begun = self._opening.begin()
+        with closing(take_snapshot(self._source, self._waits)) as snapshot:
+            found = snapshot.plan
+            self._opening.record_baseline(begun, found.position)
+            tables = sorted({chunk.relation.table for chunk in found.chunks})
+            self._tell(
+                "snapshot.started",
+                f"reading {len(tables)} tables, about {found.estimated_rows:,} rows, in {len(found.chunks)} chunks",
+                Level.INFO,
+                {"tables": tables, "chunks": len(found.chunks), "rows": found.estimated_rows, "epoch": begun.epoch},
+            )
+            result = self._read(begun, found, started)
+            failpoint("snapshot.staged")
+            self._target.publish(SeqRange(begun.seq, begun.seq), begun.position, result.receipts)
+            failpoint("snapshot.published")
+            self._opening.save_baseline(begun, result.tallies)
+        seconds = time.monotonic() - started
+        self._tell(
+            "snapshot.finished",
+            f"{result.rows:,} rows of {len(tables)} tables in {seconds:.1f} s",
+            Level.INFO,
+            {"rows": result.rows, "bytes": result.bytes, "seconds": round(seconds, 3), "tables": result.tables},
+        )
+        return result
+
+    def _waits(self, message: str) -> None:
+        if self._stopping.is_set():
+            raise BaselineStopped
+        self._tell("snapshot.waiting", message, Level.INFO, {})
+
+    def _read(self, begun: Beginning, found: SnapshotPlan, started: float) -> BatchResult:
+        plan = BaselinePlan(
+            self._source,
+            found,
+            begun.header.event_prefix,
+            begun.seq,
+            begun.position,
+            self._opening.relation_ids(chunk.relation for chunk in found.chunks),
+            begun.stager,
+        )
+        count = len(found.chunks)
+        tasks = count if self._target.capabilities.parallel else 1
+        numbers = self._spark.range(0, count, 1, max(1, tasks))
+        with self._watched(found, started):
+            try:
+                rows = numbers.mapInArrow(baseline_function(plan), RECEIPT_DDL).collect()
+            except (PySparkException, Py4JError):
+                if self._stopping.is_set():
+                    # Not an error: the job was cancelled because we asked for it.
+                    raise BaselineStopped from None
+                raise
+        return collected(rows)
+
+    @contextmanager
+    def _watched(self, found: SnapshotPlan, started: float) -> Iterator[None]:
+        """Tell how far the job is while it runs, and cancel it when the delivery shall end."""
+        context, group, over = self._spark.sparkContext, f"baseline-{uuid4().hex}", threading.Event()
+        context.setJobGroup(group, "baseline", interruptOnCancel=True)
+
+        def watch() -> None:
+            while not over.wait(PROGRESS_SECONDS):
+                if self._stopping.is_set():
+                    context.cancelJobGroup(group)
+                else:
+                    self._say(_tasks_done(self._spark, group), found, time.monotonic() - started)
+
+        watcher = threading.Thread(target=watch, name=group, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watcher.join()
+            context.setLocalProperty("spark.jobGroup.id", None)  # type: ignore[arg-type]
+
+    def _say(self, done: int, found: SnapshotPlan, seconds: float) -> None:
+        count = len(found.chunks)
+        rows = found.estimated_rows * done // max(1, count)
+        left = round(seconds / done * (count - done), 1) if done else None
+        self.progress = {
+            "chunks": count,
+            "done": done,
+            "rows": rows,
+            "rows_per_second": round(rows / seconds) if seconds else 0,
+            "seconds_left": left,
+        }
+        eta = f", about {left:.0f} s left" if left is not None else ""
+        self._tell("snapshot.progress", f"{done} of {count} chunks{eta}", Level.DEBUG, self.progress)
+
+
+def _tasks_done(spark: SparkSession, group: str) -> int:
+    """How many tasks of the job have ended, by Spark's own word."""
+    tracker = spark.sparkContext.statusTracker()
+    done = 0
+    for job in tracker.getJobIdsForGroup(group):
+        found = tracker.getJobInfo(job)
+        for stage in found.stageIds if found else ():
+            info = tracker.getStageInfo(stage)
+            done += info.numCompletedTasks if info else 0
+    return done

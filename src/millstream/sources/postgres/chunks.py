@@ -1,0 +1,196 @@
+"""Tables in chunks: planned by their pages, read by binary COPY under an exported snapshot.
+
+Ranges of ctid hold within one snapshot only (rows move), so chunks are of no use after it. The driver plans
+(`plan_chunks`), tasks on executors read (`read_chunk`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+from psycopg import pq
+
+from millstream.errors import SourceHalted, SourceUnavailable
+from millstream.model import Json, Relation, SourceSpec
+from millstream.sources.base import Chunk, SnapshotPlan
+from millstream.sources.postgres import catalog
+from millstream.sources.postgres.bulk import MORE_BYTES, MORE_SECONDS
+from millstream.sources.postgres.connection import Connection, connect_session, literal, translated
+from millstream.sources.postgres.copied import select_list
+from millstream.sources.postgres.intake import Intake
+from millstream.sources.postgres.options import PostgresOptions
+from millstream.sources.postgres.patterns import quote
+from millstream.sources.postgres.pgoutput import copy_header
+from millstream.sources.postgres.session import Refused, Session
+
+CHUNK_BYTES = 64 << 20
+"""So much of a table is one chunk."""
+RUN_BYTES = 4 << 20
+"""So much of a chunk is handed on at a time."""
+
+_COPY_END = b"\xff\xff"
+_GONE_STATES = ("42703", "42P01", "55000", "22023")
+"""A column, a table or the snapshot that is no longer there."""
+
+Answer = TypeVar("Answer")
+
+_PUBLISHED = """
+    SELECT c.oid::int8, {filter} FROM pg_publication_tables p
+    JOIN pg_namespace n ON n.nspname = p.schemaname
+    JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = p.tablename
+    WHERE p.pubname = ANY (%s)"""
+
+_LEAVES = """
+    SELECT t.root, n.nspname, c.relname, c.oid::int8, pg_relation_filenode(c.oid)::int8, pg_relation_size(c.oid)::int8,
+        greatest(c.reltuples, 0)::int8, current_setting('block_size')::int8
+    FROM (
+        SELECT c.oid::int8 AS root, c.oid AS leaf FROM pg_class c
+        WHERE c.oid = ANY (%(oids)s::int8[]::oid[]) AND c.relkind = 'r'
+        UNION ALL
+        SELECT c.oid::int8, tree.relid FROM pg_class c, pg_partition_tree(c.oid) tree
+        WHERE c.oid = ANY (%(oids)s::int8[]::oid[]) AND c.relkind = 'p' AND tree.isleaf) t
+    JOIN pg_class c ON c.oid = t.leaf JOIN pg_namespace n ON n.oid = c.relnamespace
+    WHERE c.relkind = 'r' AND c.relpersistence = 'p' ORDER BY 1, 2, 3"""
+
+
+def plan_chunks(control: Connection, spec: SourceSpec, options: PostgresOptions) -> tuple[tuple[Chunk, ...], int]:
+    """The chunks of all captured tables, and how many rows they have by the server's own estimate.
+
+    Every table has a chunk, an empty one too: so a target learns of it.
+    """
+    filters = _published(control, options)
+    wanted = [table.relation.oid for table in catalog.select(control, spec.tables).tables]
+    missing = [oid for oid in wanted if oid not in filters]
+    if missing:
+        raise SourceUnavailable(f"{len(missing)} tables are not in the publication yet")
+    described = catalog.tables_by_oid(control, wanted, options.publications)
+    relations = {table.relation.oid: replace(table.relation, types=options.types.chosen) for table in described}
+    with translated("planning the snapshot"):
+        leaves = control.execute(_LEAVES.encode(), {"oids": wanted}).fetchall()
+    chunks = [
+        chunk
+        for leaf in leaves
+        for chunk in _chunks_of(relations[leaf[0]], leaf, filters[leaf[0]])
+        if leaf[0] in relations
+    ]
+    return tuple(chunks), sum(int(leaf[6]) for leaf in leaves)
+
+
+def read_chunk(spec: SourceSpec, plan: SnapshotPlan, chunk: Chunk) -> Iterator[pa.LargeBinaryArray]:
+    """The rows of a chunk as the relation's decoder takes them (op READ), some megabytes at a time.
+
+    Raises SourceUnavailable when the snapshot is gone or the table was changed under it: the baseline then
+    starts again.
+    """
+    options = PostgresOptions.of(spec)
+    with closing(Session(connect_session(spec, options))) as session:
+        try:
+            _run(session.run("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"))
+            _run(session.run(f"SET TRANSACTION SNAPSHOT {literal(plan.token)}"))
+            _lock(session, chunk)
+            yield from _copied(session, _statement(chunk))
+        except Refused as refused:
+            if refused.sqlstate in _GONE_STATES:
+                raise SourceUnavailable(
+                    f"{chunk.relation.table} cannot be read under this snapshot: {refused}"
+                ) from None
+            hint = "grant the right to read the table" if refused.sqlstate == "42501" else None
+            raise SourceHalted(f"reading {chunk.relation.table}: {refused}", hint=hint) from None
+
+
+def _published(control: Connection, options: PostgresOptions) -> dict[int, str | None]:
+    """The tables of our publications, and which of their rows are published."""
+    filters = "p.rowfilter" if control.info.server_version >= 150000 else "NULL"
+    with translated("reading the publications"):
+        rows = control.execute(_PUBLISHED.format(filter=filters).encode(), (list(options.publications),)).fetchall()
+    return {int(oid): condition for oid, condition in rows}
+
+
+def _chunks_of(relation: Relation, leaf: Sequence[Any], condition: str | None) -> Iterator[Chunk]:
+    _, schema, name, oid, filenode, size, _, block = leaf
+    pages, step = -(-size // block), CHUNK_BYTES // block
+    for begin in range(0, max(pages, 1), step):
+        last = begin + step >= pages
+        what: Json = {
+            "leaf": quote(schema, name),
+            "oid": oid,
+            "filenode": filenode,
+            "begin": begin,
+            "end": None if last else begin + step,
+            "condition": condition,
+        }
+        yield Chunk(relation, what, min(step, max(pages - begin, 0)) * block)
+
+
+def _lock(session: Session, chunk: Chunk) -> None:
+    """Keep the table from being rewritten, and see that it was not since the chunk was planned.
+
+    A rewrite takes the rows out of the sight of older snapshots: they would be missing without a word.
+    """
+    what = chunk.what
+    _run(session.run(f"LOCK TABLE ONLY {what['leaf']} IN ACCESS SHARE MODE"))
+    found = _run(session.run(f"SELECT {literal(what['leaf'])}::regclass::oid, pg_relation_filenode({what['oid']})"))
+    if found != [(str(what["oid"]), str(what["filenode"]))]:
+        raise SourceUnavailable(f"{chunk.relation.table} was rewritten or replaced while it was read")
+
+
+def _statement(chunk: Chunk) -> str:
+    what = chunk.what
+    conditions = [f"ctid >= '({what['begin']},0)'"]
+    conditions += [] if what["end"] is None else [f"ctid < '({what['end']},0)'"]
+    conditions += [f"({what['condition']})"] if what["condition"] else []
+    return (
+        f"COPY (SELECT {select_list(chunk.relation)} FROM ONLY {what['leaf']} "
+        f"WHERE {' AND '.join(conditions)}) TO STDOUT (FORMAT binary)"
+    )
+
+
+def _copied(session: Session, statement: str) -> Iterator[pa.LargeBinaryArray]:
+    session.send(statement)
+    copying = _run(session.result())
+    if copying is None or copying.status != pq.ExecStatus.COPY_OUT:
+        raise SourceUnavailable("the source did not begin to copy")
+    intake = Intake(session.connection, "the session that reads a chunk")
+    first = True
+    while not intake.ended:
+        pieces: list[bytes] = []
+        sizes: list[int] = []
+        total = 0
+        while not intake.ended and total < RUN_BYTES:
+            total += intake.take(pieces, sizes, RUN_BYTES - total)
+            if not intake.ended and total < RUN_BYTES:
+                intake.wait(MORE_SECONDS, amount=MORE_BYTES)
+        rows = _rows(b"".join(pieces), sizes, first=first)
+        first = first and not sizes
+        if len(rows):
+            yield rows
+    while _run(session.result()) is not None:
+        pass
+
+
+def _rows(raw: bytes, sizes: list[int], *, first: bool) -> pa.LargeBinaryArray:
+    """Each row of a piece of the copy. In front of the first stands the copy's header; its end mark is no row."""
+    begin = copy_header(raw) if first and sizes else 0
+    if sizes:
+        sizes[0] -= begin
+        if sizes[-1] == len(_COPY_END) and raw.endswith(_COPY_END):
+            sizes.pop()
+    offsets = np.zeros(len(sizes) + 1, np.int64)
+    offsets[0] = begin
+    offsets[1:] = begin + np.cumsum(sizes) if sizes else 0
+    return pa.Array.from_buffers(pa.large_binary(), len(sizes), [None, pa.py_buffer(offsets), pa.py_buffer(raw)])
+
+
+def _run(waiting: Generator[None, None, Answer]) -> Answer:
+    """Wait to the end: a task has nothing else to do."""
+    while True:
+        try:
+            next(waiting)
+        except StopIteration as over:
+            answer: Answer = over.value
+            return answer

@@ -1,0 +1,142 @@
+"""A snapshot of the source at an exact position, held open while many tasks read it.
+
+The steps, in this order (the publication is committed before):
+
+1. A **temporary slot** with an exported snapshot, on a connection of its own. The server waits for every open
+   transaction first. A change is in the snapshot if and only if its commit lies before the slot's consistent
+   point; that is the plan's position.
+2. The **barrier**: a transaction that has written its commit but is still on the list of running ones counts as
+   finished in the snapshot. Who reads its rows in that moment takes them for aborted and marks them so on the
+   source, for good. So nobody reads a table before no such transaction is left.
+3. Only then chunks are planned and read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import UTC, datetime
+
+from psycopg import pq
+from psycopg.pq.abc import PGconn
+
+from millstream.errors import SourceHalted, SourceUnavailable
+from millstream.failpoint import failpoint
+from millstream.model import SourceSpec
+from millstream.sources.base import SnapshotPlan
+from millstream.sources.postgres.chunks import plan_chunks
+from millstream.sources.postgres.connection import (
+    Connection,
+    command,
+    connect,
+    connect_replication,
+    connect_session,
+    literal,
+    translated,
+)
+from millstream.sources.postgres.lsn import parse_lsn
+from millstream.sources.postgres.options import PostgresOptions
+
+LOOK_SECONDS = 0.02
+"""How often the barrier looks whether the last transaction is through: it is a matter of milliseconds."""
+BARRIER_SECONDS = 60.0
+
+Waiting = Callable[[str], None]
+"""Hears what is waited for, about once a second; may raise to give up."""
+
+
+class HeldSnapshot:
+    """Owns the connections that keep the snapshot alive. Close it when all of it was read."""
+
+    def __init__(self, spec: SourceSpec, on_wait: Waiting) -> None:
+        options = PostgresOptions.of(spec)
+        self._stack = ExitStack()
+        try:
+            control = self._stack.enter_context(connect(spec, options))
+            exporter = connect_replication(spec, options)
+            self._stack.callback(_let_go, exporter)
+            name, position = _export(control, exporter, options, on_wait)
+            failpoint("snapshot.exported")
+            reader = connect_session(spec, options)
+            self._stack.callback(reader.finish)
+            _await_barrier(control, _running_in(reader, name), on_wait)
+            failpoint("snapshot.barrier_passed")
+            chunks, rows = plan_chunks(control, spec, options)
+            self.plan = SnapshotPlan(position, datetime.now(UTC), name, chunks, rows)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the snapshot, and of the temporary slot with it. Idempotent."""
+        self._stack.close()
+
+
+def _let_go(exporter: PGconn) -> None:
+    """End the connection, and what it is doing: the server would go on making the slot without us."""
+    if exporter.transaction_status == pq.TransactionStatus.ACTIVE:
+        exporter.get_cancel().cancel()
+    exporter.finish()
+
+
+def _export(control: Connection, exporter: PGconn, options: PostgresOptions, on_wait: Waiting) -> tuple[str, int]:
+    """The name of the exported snapshot, and its position."""
+    waited = time.monotonic()
+
+    def waits() -> None:
+        seconds = time.monotonic() - waited
+        if seconds * 1000 > options.snapshot_wait:
+            raise SourceUnavailable(
+                f"the snapshot waited {seconds:.0f} s for open transactions{_open_transactions(control)}",
+                hint="end them, or raise snapshot_wait",
+            )
+        on_wait(f"the snapshot waits for open transactions{_open_transactions(control)}")
+
+    # Unique on the server while the connection lives, and within the 63 bytes of a name.
+    slot = f"{options.slot[:40]}_snapshot_{exporter.backend_pid}"
+    made = command(exporter, f'CREATE_REPLICATION_SLOT "{slot}" TEMPORARY LOGICAL pgoutput EXPORT_SNAPSHOT', waits)
+    ((_, point, name, _),) = made
+    if name is None or point is None:
+        raise SourceHalted("the server made a slot without a snapshot")
+    return name, parse_lsn(point)
+
+
+def _open_transactions(control: Connection) -> str:
+    """The oldest of them, for people: who holds the snapshot up."""
+    with translated("looking for open transactions"):
+        row = control.execute(
+            "SELECT pid, usename, extract(epoch FROM clock_timestamp() - xact_start)::int8 FROM pg_stat_activity "
+            "WHERE backend_xid IS NOT NULL ORDER BY xact_start LIMIT 1"
+        ).fetchone()
+    return "" if row is None else f": the oldest is that of process {row[0]} ({row[1]}), open for {row[2]} s"
+
+
+def _running_in(reader: PGconn, snapshot: str) -> tuple[int, frozenset[int]]:
+    """From where on transactions count as not begun in the snapshot, and those below that count as running."""
+    command(reader, "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+    command(reader, f"SET TRANSACTION SNAPSHOT {literal(snapshot)}")
+    # Nothing else may be read here: this is before the barrier.
+    ((text,),) = command(reader, "SELECT pg_current_snapshot()::text")
+    command(reader, "COMMIT")
+    _, end, running = (text or "").split(":")
+    return int(end), frozenset(int(each) for each in running.split(",") if each)
+
+
+def _await_barrier(control: Connection, seen: tuple[int, frozenset[int]], on_wait: Waiting) -> None:
+    end, counted_running = seen
+    until = time.monotonic() + BARRIER_SECONDS
+    while late := [each for each in _running_now(control) if each < end and each not in counted_running]:
+        if time.monotonic() > until:
+            raise SourceUnavailable(
+                f"{len(late)} transactions have committed but do not end; a snapshot cannot be read beside them",
+                hint="synchronous_standby_names may name a standby that does not answer",
+            )
+        on_wait(f"the snapshot waits for {len(late)} transactions to become visible")
+        time.sleep(LOOK_SECONDS)
+
+
+def _running_now(control: Connection) -> list[int]:
+    with translated("looking for running transactions"):
+        row = control.execute("SELECT pg_current_snapshot()::text").fetchone()
+    return [int(each) for each in str(row[0]).split(":")[2].split(",") if each] if row else []

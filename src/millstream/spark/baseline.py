@@ -1,0 +1,159 @@
+"""What a baseline task does: read its chunks of the source's snapshot, decode them, hand them to the target.
+
+Runs in Spark's Python workers. A staged target gets a chunk a task; a lane gets all of them in one task and
+one transaction. Only receipts leave a task, as in `stage`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+from pyspark import TaskContext
+
+from millstream.changelog import assemble, pieces
+from millstream.errors import TargetRefused
+from millstream.failpoint import failpoint
+from millstream.journal.format import JOURNAL
+from millstream.model import Op, Relation, SeqRange, SourceSpec
+from millstream.sources import read_chunk
+from millstream.sources.base import Chunk, SnapshotPlan
+from millstream.sources.postgres.cells import integers
+from millstream.spark.rows import CHUNK_BYTES, CHUNK_ROWS
+from millstream.spark.stage import describe, error_row, receipt_rows
+from millstream.targets.base import Attempt, Lane, LaneBatch, Part, Receipt, Stager
+
+
+@dataclass(frozen=True)
+class BaselinePlan:
+    """What every task of a baseline knows besides the numbers of its chunks. Picklable."""
+
+    source: SourceSpec
+    snapshot: SnapshotPlan
+    event_prefix: str
+    seq: int
+    """The version of every row: whatever the journal has beyond it is newer."""
+    end_position: int
+    """The journal's own position at that seq."""
+    relation_ids: dict[Relation, int] = field(hash=False)
+    stager: Stager | Lane
+
+
+def baseline_function(plan: BaselinePlan) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """The function for `mapInArrow`: numbers of chunks in, receipts out."""
+
+    def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        context = TaskContext.get()
+        attempt = context.taskAttemptId() if context else 0
+        numbers = [int(number) for batch in batches for number in batch.column(0).to_pylist()]
+        try:
+            yield from _read(plan, numbers, attempt)
+        except Exception as failed:  # noqa: BLE001 - named to the driver, which raises it there
+            yield error_row(describe(failed))
+
+    return run
+
+
+def _read(plan: BaselinePlan, numbers: Sequence[int], attempt: int) -> Iterator[pa.RecordBatch]:
+    if isinstance(plan.stager, Lane):
+        yield from _deliver(plan, plan.stager, numbers)
+        return
+    for number in numbers:
+        reading = _Reading(plan, [number])
+        where = Attempt(number, attempt, baseline=True)
+        receipts = plan.stager.stage(reading.relation, reading.relation_id, iter(reading), where)
+        if reading.rows != sum(receipt.rows for receipt in receipts):
+            raise TargetRefused(f"{reading.relation.table}: rows were read but not all of them were staged")
+        failpoint("snapshot.chunk_staged")
+        yield receipt_rows(receipts, reading.relation_id, 0)
+
+
+def _deliver(plan: BaselinePlan, lane: Lane, numbers: Sequence[int]) -> Iterator[pa.RecordBatch]:
+    """All chunks in one transaction, table by table."""
+    tables: dict[Relation, list[int]] = {}
+    for number in numbers:
+        tables.setdefault(plan.snapshot.chunks[number].relation, []).append(number)
+    readings = [_Reading(plan, group) for group in tables.values()]
+    parts = [Part(reading.relation, reading.relation_id, iter(reading)) for reading in readings]
+
+    def check_complete() -> None:
+        unread = [reading.relation.table for reading in readings if not reading.ended]
+        if unread:
+            raise TargetRefused(f"{', '.join(unread)}: not all rows were read; nothing was written")
+
+    lane.deliver(LaneBatch(SeqRange(plan.seq, plan.seq), plan.end_position, parts, check_complete))
+    for reading in readings:
+        yield receipt_rows(reading.receipts(), reading.relation_id, 0)
+
+
+class _Reading:
+    """Chunks of one relation as its changelog, with a count of what was read. To be iterated once."""
+
+    def __init__(self, plan: BaselinePlan, numbers: Sequence[int]) -> None:
+        self._plan = plan
+        self._numbers = numbers
+        self.relation = plan.snapshot.chunks[numbers[0]].relation
+        self.relation_id = plan.relation_ids[self.relation]
+        self.rows = self.bytes = 0
+        self.ended = False
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        for number in self._numbers:
+            yield from self._chunk(number, self._plan.snapshot.chunks[number])
+        self.ended = True
+
+    def receipts(self) -> Sequence[Receipt]:
+        if not self.rows:
+            return ()
+        seq = self._plan.seq
+        return (Receipt(self.relation_id, self.relation.table, self.rows, self.bytes, seq, seq, {}),)
+
+    def _chunk(self, number: int, chunk: Chunk) -> Iterator[pa.RecordBatch]:
+        # The chunks of a plan are numbered, and a chunk's rows come in the order of their places: the same row has
+        # the same id in every try.
+        prefix = f"{self._plan.event_prefix}-r{number}"
+        index = 0
+        for payload in _gathered(read_chunk(self._plan.source, self._plan.snapshot, chunk)):
+            for raw in pieces(self._journal_rows(payload, index), CHUNK_BYTES):
+                self.rows += raw.num_rows
+                self.bytes += raw.nbytes
+                yield assemble(raw, self.relation, self.relation_id, prefix)
+                failpoint("snapshot.rows_decoded")
+            index += len(payload)
+
+    def _journal_rows(self, payload: pa.LargeBinaryArray, index: int) -> pa.RecordBatch:
+        """The rows in the form that the journal would have them in."""
+        rows, plan = len(payload), self._plan
+        taken_at = int(plan.snapshot.taken_at.timestamp() * 1_000_000)
+
+        def same(value: int, kind: type[np.int64 | np.int32 | np.uint8]) -> pa.Array:
+            return integers(np.full(rows, value, kind))
+
+        columns = [
+            same(plan.seq, np.int64),
+            integers(np.arange(index, index + rows, dtype=np.int32)),
+            same(Op.READ, np.uint8),
+            same(plan.snapshot.position, np.int64),
+            same(plan.snapshot.position, np.int64),
+            same(taken_at, np.int64).view(pa.timestamp("us", "UTC")),
+            same(0, np.int64),
+            same(self.relation_id, np.int32),
+            payload,
+        ]
+        return pa.RecordBatch.from_arrays(columns, schema=JOURNAL)
+
+
+def _gathered(arrays: Iterable[pa.LargeBinaryArray]) -> Iterator[pa.LargeBinaryArray]:
+    """Small pieces of a copy put together, since long runs decode fast."""
+    waiting: list[pa.LargeBinaryArray] = []
+    rows = size = 0
+    for array in arrays:
+        waiting.append(array)
+        rows, size = rows + len(array), size + array.nbytes
+        if rows >= CHUNK_ROWS or size >= CHUNK_BYTES:
+            yield pa.concat_arrays(waiting)
+            waiting, rows, size = [], 0, 0
+    if waiting:
+        yield pa.concat_arrays(waiting)

@@ -1,0 +1,190 @@
+"""A stream that begins with full tables, on real Spark, while others write."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import psycopg
+import pyarrow.compute as pc
+import pytest
+from pyspark.sql import SparkSession
+
+from millstream import Home, Observers, load_streams, run
+from millstream.errors import SourceUnavailable
+from millstream.observe import Event
+from millstream.sources import read_chunk, take_snapshot
+from millstream.sources.base import SnapshotPlan
+from millstream.sources.postgres import chunks
+from millstream.sources.postgres.catalog import relations
+from millstream.targets.files import directory_of
+from tests.fixtures.baselines import NAMES, TABLES, change, differing, rows_read, write
+from tests.fixtures.capture import Driver, drive, source_spec
+from tests.fixtures.postgres import Database
+
+pytestmark = [pytest.mark.postgres, pytest.mark.timeout(240)]
+
+STREAM = """
+name: shop
+source: {{kind: postgres, uri: "{uri}", tables: ["public.*"]}}
+mode: snapshot_then_cdc
+targets:
+  - {{name: log, kind: files, path: log, format: parquet}}
+  - {{name: copy, kind: sqlite, path: copy.db}}
+"""
+
+WRITERS = 3
+
+
+class Heard:
+    """Every event, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def on_event(self, event: Event) -> None:
+        self.events.append(event)
+
+    def of(self, kind: str) -> list[Event]:
+        return [event for event in self.events if event.kind == kind]
+
+
+@contextmanager
+def writing(database: Database, *, pause: float = 0.0) -> Iterator[None]:
+    """Writers of small transactions, some of them rolled back, until the end, with a pause after each."""
+    over = threading.Event()
+    failed: list[Exception] = []
+
+    def write_on(number: int) -> None:
+        try:
+            with database.connect() as connection:
+                base = 100_000 * number
+                while not over.wait(pause):
+                    base += 1
+                    with connection.transaction(force_rollback=base % 5 == 0):
+                        connection.execute("INSERT INTO item (id, note) VALUES (%s, 'w')", [base])
+                        connection.execute("INSERT INTO item (id, note) VALUES (%s, 'w')", [-base])
+                    connection.execute("UPDATE item SET flag = true WHERE id = %s", [-base])
+                    connection.execute("DELETE FROM item WHERE id = %s", [base - 3])
+        except psycopg.Error as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=write_on, args=(number,)) for number in range(1, 1 + WRITERS)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert failed == []
+
+
+@pytest.mark.spark
+def test_full_tables_and_then_every_change(
+    tmp_path: Path, database: Database, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 256 << 10)
+    database.sql(TABLES)
+    database.sql("ALTER TABLE keyless ADD id serial PRIMARY KEY")
+    write(database, 1, 3000)
+    (tmp_path / "shop.yaml").write_text(STREAM.format(uri=database.uri))
+    home, heard = Home(tmp_path / "home"), Heard()
+    streams = load_streams([tmp_path / "shop.yaml"])
+
+    def deliver() -> None:
+        assert run(streams, home=home, once=True, master=None, observers=Observers([heard])) == 0
+
+    with writing(database, pause=0.005):
+        deliver()
+        change(database, 1, 1500)
+    deliver()
+    assert len(heard.of("snapshot.finished")) == 2, "once for each target"
+    assert all(event.fields["chunks"] > 5 for event in heard.of("snapshot.started"))
+
+    with database.connect() as connection:
+        found = {relation.name: relation for relation in relations(connection, ["public.*"])}
+    directories = {name: directory_of(found[name]) for name in NAMES}
+    assert differing(database, tmp_path / "log", found, directories) == []
+    rows = rows_read(tmp_path / "log", list(directories.values()))
+    assert pc.count_distinct(rows["_ms_event_id"]).as_py() == rows.num_rows
+    with closing(sqlite3.connect(tmp_path / "copy.db")) as copy:
+        held = copy.execute('SELECT id, note, flag FROM "public.item" ORDER BY id').fetchall()
+    expected = database.sql("SELECT id, note, flag::int FROM item ORDER BY id")
+    assert held == expected
+
+
+def id_of(payload: bytes) -> int:
+    """The first column of a message's first tuple, sent as text."""
+    (length,) = struct.unpack_from(">I", payload, 9)
+    return int(payload[13 : 13 + length])
+
+
+def alive_at(driver: Driver, position: int) -> set[int]:
+    """The ids that the log leaves in `item`, up to a position."""
+    alive: set[int] = set()
+    for row in driver.rows:
+        if row["resume_position"] > position or row["relation"] == 0 or driver.table(row) != "public.item":
+            continue
+        if chr(row["op"]) == "c":
+            alive.add(id_of(row["payload"]))
+        elif chr(row["op"]) == "d":
+            alive.discard(id_of(row["payload"]))
+    return alive
+
+
+def ids_in(database: Database, plan: SnapshotPlan) -> list[int]:
+    """The ids that the chunks of `item` have: its first column, sent in binary form."""
+    return [
+        struct.unpack_from(">i", row, 6)[0]
+        for chunk in plan.chunks
+        if chunk.relation.name == "item"
+        for rows in read_chunk(source_spec(database), plan, chunk)
+        for row in rows.to_pylist()
+    ]
+
+
+def test_a_snapshot_has_what_lies_before_its_position_and_nothing_else(database: Database, tmp_path: Path) -> None:
+    database.sql(TABLES)
+    rounds = int(os.environ.get("MILLSTREAM_SNAPSHOT_ROUNDS", "5"))
+    with drive(database, tmp_path) as driver:
+        for _ in range(rounds):
+            with writing(database):
+                database.await_true("SELECT count(*) > 50 FROM item")
+                with closing(take_snapshot(source_spec(database), lambda _: None)) as snapshot:
+                    seen = ids_in(database, snapshot.plan)
+            driver.catch_up()
+            assert len(seen) == len(set(seen)) > 0
+            assert set(seen) == alive_at(driver, snapshot.plan.position)
+            database.sql("DELETE FROM item")
+
+
+def test_a_table_that_is_rewritten_while_it_is_read_starts_again(database: Database, tmp_path: Path) -> None:
+    database.sql(TABLES)
+    write(database, 1, 100)
+    with (
+        drive(database, tmp_path),
+        closing(take_snapshot(source_spec(database), lambda _: None)) as snapshot,
+    ):
+        database.sql("ALTER TABLE item ALTER flag TYPE int USING flag::int")
+        with pytest.raises(SourceUnavailable, match=r"public\.item was rewritten or replaced"):
+            ids_in(database, snapshot.plan)
+
+
+def test_who_is_waited_for_is_said_and_the_wait_has_an_end(database: Database, tmp_path: Path) -> None:
+    database.sql(TABLES)
+    said: list[str] = []
+    with drive(database, tmp_path), database.connect(autocommit=False) as open_writer:
+        open_writer.execute("INSERT INTO nothing VALUES (1)")
+        pid = open_writer.info.backend_pid
+        spec = source_spec(database, options={"snapshot_wait": 2500})
+        with pytest.raises(SourceUnavailable, match=r"waited 3 s for open transactions: the oldest is that of process"):
+            take_snapshot(spec, said.append)
+    assert any(f"process {pid}" in message for message in said)
+    database.await_true("SELECT count(*) = 0 FROM pg_replication_slots WHERE temporary")
