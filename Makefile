@@ -52,6 +52,9 @@ chaos: setup ## Kill at each failpoint alone, then 30 times at random
 cluster: setup ## Run a stream on a standalone cluster, and kill executors and workers under it
 	@MILLSTREAM_CLUSTER=1 $(PYTHON_IN_VENV) -m pytest -s tests/integration/test_cluster.py
 
+histories: setup ## Mirror many random histories into another Postgres, and compare
+	@MILLSTREAM_HISTORIES=100 $(PYTHON_IN_VENV) -m pytest tests/integration/test_postgres_target.py
+
 docs: setup ## Make the pages that are made from the code
 	@$(PYTHON_IN_VENV) -m millstream.sources.postgres.typedoc > docs/types/postgres.md
 

@@ -15,13 +15,16 @@ from tests.fixtures.postgres import Database
 pytestmark = pytest.mark.postgres
 
 
-def check(tmp_path: Path, uri: str, tables: list[str]) -> tuple[int, Json]:
+FILES = {"name": "log", "kind": "files", "path": "./log"}
+
+
+def check(tmp_path: Path, uri: str, tables: list[str], target: Json = FILES) -> tuple[int, Json]:
     """Exit code and JSON of a check with a look at the database."""
     stream = {
         "name": "shop",
         "source": {"kind": "postgres", "uri": uri, "tables": tables, "connect_timeout": "3s"},
         "mode": "cdc",
-        "targets": [{"name": "log", "kind": "files", "path": "./log"}],
+        "targets": [target],
     }
     (tmp_path / "shop.yaml").write_text(json.dumps(stream))
     result = CliRunner().invoke(app, ["check", "--connect", "--json", str(tmp_path / "shop.yaml")])
@@ -54,3 +57,19 @@ def test_a_server_that_is_not_there_is_a_finding(tmp_path: Path, database: Datab
     code, found = check(tmp_path, uri, ["public.orders"])
     assert code == 1
     assert [name for name, _ in findings(found, "error")] == ["connection"]
+
+
+@pytest.mark.parametrize(("write", "said"), [("mirror", True), ("changelog", False)])
+def test_a_table_that_a_mirror_cannot_follow_is_named(
+    tmp_path: Path, database: Database, write: str, said: bool
+) -> None:
+    database.sql(
+        "CREATE TABLE bag (v text); ALTER TABLE bag REPLICA IDENTITY FULL; CREATE TABLE fine (id int PRIMARY KEY)"
+    )
+    copy = {"name": "copy", "kind": "sqlite", "path": "./copy.db", "write": write}
+    code, found = check(tmp_path, database.uri, ["public.*"], copy)
+    assert code == 0
+    keys = [one for one in found["findings"]["shop"] if one["check"] == "key"]
+    assert [(one["table"], one["message"]) for one in keys] == [
+        ("public.bag", "it has no primary key: an update or delete of it stops copy")
+    ] * said

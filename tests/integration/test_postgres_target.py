@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from millstream.targets.lanes.lane import LaneTarget
 from millstream.targets.postgres import PostgresTarget
 from millstream.targets.postgres_options import PostgresTargetOptions
 from tests.fixtures.capture import Driver, drive
-from tests.fixtures.lanes import CONTEXT, assert_equal, batches, captured, deliver
+from tests.fixtures.lanes import CONTEXT, assert_equal, batch_after, batches, captured, deliver
 from tests.fixtures.postgres import Database, fresh_database
 from tests.fixtures.type_oracle import available, texts
 from tests.fixtures.typed_values import KINDS, SETUP
@@ -56,6 +57,14 @@ def mirror(capture: Driver, target: LaneTarget, seed: int = 1) -> None:
     capture.catch_up()
     for batch in batches(capture, captured(capture), random.Random(seed)):
         deliver(target, batch)
+
+
+def mirror_rest(capture: Driver, target: LaneTarget) -> None:
+    """Deliver what came since, in one batch."""
+    capture.catch_up()
+    cursor = target.cursor()
+    assert cursor is not None
+    deliver(target, batch_after(capture, captured(capture), cursor.seq))
 
 
 class Trader:
@@ -113,7 +122,11 @@ class Trader:
         return self._dice.choice(["NULL", "'short'", f"repeat(md5('{self._dice.random()}'), 200)"])
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+HISTORIES = int(os.environ.get("MILLSTREAM_HISTORIES", "3"))
+"""How many random histories are tried; `make histories` tries more."""
+
+
+@pytest.mark.parametrize("seed", range(HISTORIES))
 def test_a_mirror_equals_its_source_after_any_history(
     database: Database, copy: Database, tmp_path: Path, seed: int
 ) -> None:
@@ -320,3 +333,53 @@ def test_a_changelog_has_the_types_of_the_source(database: Database, copy: Datab
         "SELECT id, name, _ms_op, _ms_before ->> 'id', _ms_deleted, _ms_tx_index FROM item ORDER BY _ms_seq"
     )
     assert found == [(1, "a", "c", None, False, 0), (2, "a", "u", "1", False, 1), (2, None, "d", "2", True, 2)]
+
+
+def test_a_table_dropped_or_rebuilt_under_us_stops_the_target(
+    database: Database, copy: Database, tmp_path: Path
+) -> None:
+    database.sql(TABLES)
+    target = opened(copy)
+    with drive(database, tmp_path) as capture:
+        database.sql("INSERT INTO item VALUES (1, 'a', NULL)")
+        mirror(capture, target)
+        copy.sql("DROP TABLE item")
+        database.sql("INSERT INTO item VALUES (2, 'b', NULL)")
+        with pytest.raises(TargetUnavailable, match="the table has changed and is looked at again"):
+            mirror_rest(capture, target)
+        with pytest.raises(TargetRefused, match=r"the table public\.item at .* was dropped"):
+            mirror_rest(capture, target)
+
+
+def test_another_key_at_the_source_stops_the_target(database: Database, copy: Database, tmp_path: Path) -> None:
+    database.sql(TABLES)
+    target = opened(copy)
+    with drive(database, tmp_path) as capture:
+        database.sql("INSERT INTO item VALUES (1, 'a', NULL)")
+        mirror(capture, target)
+        database.sql("ALTER TABLE item DROP CONSTRAINT item_pkey; ALTER TABLE item ADD PRIMARY KEY (id, name)")
+        database.sql("INSERT INTO item VALUES (1, 'b', NULL)")
+        with pytest.raises(TargetRefused, match=r"the key of public\.item was \(id\) and is \(id, name\)"):
+            mirror_rest(capture, target)
+
+
+def test_the_source_itself_is_no_target(database: Database, tmp_path: Path) -> None:
+    database.sql(TABLES)
+    with drive(database, tmp_path, options={"publication": "millstream_shop"}) as capture:
+        database.sql("INSERT INTO item VALUES (1, 'a', NULL)")
+        with pytest.raises(TargetRefused, match=r"public\.item at .* is captured there"):
+            mirror(capture, opened(database))
+    assert database.sql("SELECT * FROM item") == [(1, "a", None)]
+    sessions.close_idle(database.uri, None)
+
+
+def test_columns_that_make_their_own_values_take_the_source_s(
+    database: Database, copy: Database, tmp_path: Path
+) -> None:
+    made = "CREATE TABLE item (id int GENERATED ALWAYS AS IDENTITY PRIMARY KEY, name text)"
+    for one in (database, copy):
+        one.sql(made)
+    with drive(database, tmp_path) as capture:
+        database.sql("INSERT INTO item (name) VALUES ('a'), ('b'), ('c'); UPDATE item SET name = 'd' WHERE id = 2")
+        mirror(capture, opened(copy))
+    assert_equal(database, copy, "item")

@@ -11,7 +11,7 @@ from millstream.cli.output import Json, console, print_json, report_warning
 
 if TYPE_CHECKING:
     from millstream.config.problems import Problem
-    from millstream.model import SourceSpec, StreamSpec
+    from millstream.model import Relation, SourceSpec, StreamSpec
     from millstream.sources.base import Finding
 
 
@@ -33,7 +33,7 @@ def check(
             raise typer.Exit(2) from None
         raise
     sources = {stream.source.name: stream.source for stream in streams}
-    findings = {name: _preflight(source) for name, source in sources.items()} if connect else {}
+    findings = {name: _preflight(source, streams) for name, source in sources.items()} if connect else {}
     ok = not any(one.severity is Severity.ERROR for found in findings.values() for one in found)
     if json:
         _print_json(streams, warnings, findings, ok)
@@ -42,14 +42,44 @@ def check(
     raise typer.Exit(0 if ok else 1)
 
 
-def _preflight(source: SourceSpec) -> list[Finding]:
+def _preflight(source: SourceSpec, streams: list[StreamSpec]) -> list[Finding]:
+    from millstream.config.kinds import MIRRORS
     from millstream.sources import open_source
+    from millstream.sources.base import Severity
 
+    mirrors = [
+        target.name
+        for stream in streams
+        for target in stream.targets
+        if stream.source.name == source.name
+        and target.kind in MIRRORS
+        and target.options.get("write", "mirror") == "mirror"
+    ]
     opened = open_source(source)
     try:
-        return opened.preflight()
+        found = opened.preflight()
+        if mirrors and not any(one.severity is Severity.ERROR for one in found):
+            found += _without_key(opened.relations(source.tables), mirrors)
+        return found
     finally:
         opened.close()
+
+
+def _without_key(relations: list[Relation], mirrors: list[str]) -> list[Finding]:
+    """What mirrors cannot take of tables whose rows only the whole of them tells apart."""
+    from millstream.sources.base import Finding, Severity
+
+    return [
+        Finding(
+            "key",
+            Severity.WARNING,
+            f"it has no primary key: an update or delete of it stops {', '.join(mirrors)}",
+            f'ALTER TABLE "{relation.schema}"."{relation.name}" ADD PRIMARY KEY (...), or `write: changelog`',
+            relation.table,
+        )
+        for relation in relations
+        if relation.identity == "f" and not relation.primary_key
+    ]
 
 
 def _print_json(

@@ -73,6 +73,9 @@ TARGETS = {
     ),
     "sqlite": TargetKind("millstream.targets.sqlite:SqliteOptions", DATABASE_LIMITS, choices={}),
 }
+MIRRORS = ("duckdb", "postgres", "sqlite")
+"""Kinds that keep tables equal to the source's, unless they are told `write: changelog`."""
+
 TARGETS_LATER = (
     *("delta", "iceberg", "mysql", "mariadb", "clickhouse", "kafka", "nats", "redis"),
     *("http", "queue", "memory", "fanout", "turbopuffer", "grpc", "base"),

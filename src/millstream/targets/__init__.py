@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, DependencyError
 from millstream.model import TargetSpec
 from millstream.targets.base import Target
 
@@ -18,7 +18,14 @@ def open_target(spec: TargetSpec) -> Target:
 
         return DuckdbTarget(DuckdbOptions.model_validate(dict(spec.options)))
     if spec.kind == "postgres":
-        from millstream.targets.postgres import PostgresTarget
+        try:
+            from millstream.targets.postgres import PostgresTarget
+        except ImportError as missing:
+            if missing.name is None or not missing.name.startswith("psycopg"):
+                raise
+            raise DependencyError(
+                "the target postgres needs psycopg, which is not installed", hint="pip install 'millstream[postgres]'"
+            ) from None
         from millstream.targets.postgres_options import PostgresTargetOptions
 
         return PostgresTarget(PostgresTargetOptions.model_validate(dict(spec.options)))

@@ -166,6 +166,19 @@ class PostgresDatabase(Database):
         bare = re.sub(r"\(.*\)", "", full)
         return there == full or there in _ANYTHING or there in _WIDER.get(full, set()) or (there == bare == "numeric")
 
+    def check_adoption(self, relation: Relation) -> None:
+        """A table that a stream captures here may be the source itself."""
+        captured = self.rows(
+            "SELECT pubname FROM pg_publication_tables WHERE schemaname = ? AND tablename = ? "
+            "AND pubname LIKE 'millstream%'",
+            (relation.schema, relation.name),
+        )
+        if captured:
+            raise TargetRefused(
+                f"the table {relation.table} at {self.where} is captured there (publication {captured[0][0]})",
+                hint="a stream must not write to its own source: give the target another database",
+            )
+
     def create(self, relation: Relation, columns: Sequence[ColumnDef], key: Sequence[str]) -> None:
         self._make_schema(relation.schema)
         super().create(relation, columns, key)
@@ -196,6 +209,10 @@ class PostgresDatabase(Database):
         self._filled.add(name)
         self.insert(table, values)
         return table
+
+    def inserting(self, columns: str) -> str:
+        # A column that makes its own values (GENERATED ALWAYS AS IDENTITY) takes the source's.
+        return f"({columns}) OVERRIDING SYSTEM VALUE"
 
     # Foreign keys
 

@@ -62,6 +62,9 @@ def _element(array: pa.Array) -> pa.StringArray:
         return _interval(array) if "months" in array.type.names else _time_with_zone(array)
     if types.is_decimal(array.type):
         return decimal_text(array)
+    if types.is_timestamp(array.type):
+        # The session's zone is UTC as well; with a zone Arrow takes twenty times as long.
+        array = array.cast(pa.timestamp("us"))
     return _bytea(array) if types.is_binary(array.type) else array.cast(pa.string())
 
 

@@ -114,6 +114,9 @@ class Database(ABC):
     def columns(self, relation: Relation) -> dict[str, str] | None:
         """Names and types of the table's columns as they are now; None when there is no such table."""
 
+    def check_adoption(self, relation: Relation) -> None:  # noqa: B027 - most have no reason against it
+        """Raise TargetRefused if a table that was there before must not be written to."""
+
     def create(self, relation: Relation, columns: Sequence[ColumnDef], key: Sequence[str]) -> None:
         """Create the table for a relation. `key` is empty for one whose rows have no identity."""
         lines = [f"{quoted(c.name)} {c.type}{' NOT NULL' if c.name in (*key, '_ms_seq') else ''}" for c in columns]
@@ -158,6 +161,10 @@ class Database(ABC):
         What was staged under the name before is gone. Returns the table's name, quoted.
         """
 
+    def inserting(self, columns: str) -> str:
+        """What stands between an INSERT's table and its rows."""
+        return f"({columns})"
+
     def kept_special(self, number: int, kept: Mapping[str, int]) -> str:
         """`_ms_special` of a row that keeps values of the target's (`kept`, with their numbers): with their texts."""
         return f"s.c{number}"
@@ -176,7 +183,8 @@ class Database(ABC):
             values["_ms_deleted"] = "false"
         updates = ", ".join(f"{name} = excluded.{name}" for name in values if name not in map(quoted, key))
         self.run(
-            f"INSERT INTO {table} AS t ({', '.join(values)}) SELECT {', '.join(values.values())} FROM {stage} AS s "
+            f"INSERT INTO {table} AS t {self.inserting(', '.join(values))} "
+            f"SELECT {', '.join(values.values())} FROM {stage} AS s "
             f"WHERE {only} ON CONFLICT ({', '.join(map(quoted, key))}) DO UPDATE SET {updates} "
             "WHERE t._ms_seq < excluded._ms_seq"
         )
@@ -185,7 +193,8 @@ class Database(ABC):
 OWN = {
     "cursors": "(stream text NOT NULL, target text NOT NULL, epoch bigint NOT NULL, run text NOT NULL, "
     "journal_id text, seq bigint, position bigint, PRIMARY KEY (stream, target))",
-    "tables": "(name text PRIMARY KEY, stream text NOT NULL, target text NOT NULL, write text NOT NULL)",
+    "tables": "(name text PRIMARY KEY, stream text NOT NULL, target text NOT NULL, write text NOT NULL, "
+    "key text NOT NULL)",
 }
 """Our own tables, by name. A cursor without seq has never been delivered to."""
 

@@ -21,8 +21,6 @@ from millstream.errors import ConfigError, TargetError, TargetRefused, TargetUna
 from millstream.secrets import resolve
 from millstream.targets.lanes.database import Values
 
-CONNECT_SECONDS = 10
-
 _SETTINGS = {
     "client_encoding": "UTF8",
     "DateStyle": "ISO, MDY",
@@ -31,8 +29,19 @@ _SETTINGS = {
     "lc_monetary": "C",
     "search_path": "",
     "row_security": "off",
+    "lock_timeout": "30s",
+    "idle_in_transaction_session_timeout": "10min",
 }
-"""What the text of values is read by: the same as at the source."""
+"""What the text of values is read by, the same as at the source; and that nobody who hangs holds up others for ever."""
+
+_CONNECTION: dict[str, str | int | None] = {
+    "connect_timeout": 10,
+    "application_name": "millstream",
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 60_000,
+}
 
 _PASSING = re.compile(r"08...|57P0[1-5]|53...|55006|55P03|57014|40001|40P01|25P03")
 """SQLSTATEs that pass: lost connection, shutdown and start, out of resources, in use, lock timeout, deadlock."""
@@ -114,10 +123,9 @@ def _connect(uri: str, auth_ref: str | None) -> Session:
     where = f"{parameters.get('host', 'localhost')}/{parameters.get('dbname', parameters.get('user', ''))}"
     if auth_ref is not None:
         parameters["password"] = resolve(auth_ref).reveal()
-    parameters.setdefault("connect_timeout", CONNECT_SECONDS)
-    parameters.setdefault("application_name", "millstream")
+    conninfo = make_conninfo("", **{**_CONNECTION, **parameters})
     try:
-        connection = psycopg.connect(make_conninfo("", **parameters), autocommit=True, cursor_factory=psycopg.RawCursor)
+        connection = psycopg.connect(conninfo, autocommit=True, cursor_factory=psycopg.RawCursor)
     except psycopg.Error as failed:
         raise _refused(str(failed), where) from None
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -53,10 +54,10 @@ def prepare(
     names = [column.name for column in exposed(relation).columns]
     _refuse_twins(db, relation, names)
     wanted = [ColumnDef(name, kind) for name, kind in zip(names, db.types(relation), strict=True)]
-    key = mirror_key(relation) if options.write == "mirror" else ()
+    key = _key(db, relation) if options.write == "mirror" else ()
     own = _own_columns(db, options, wanted)
     there = db.columns(relation)
-    _settle_owner(db, relation, context, options, exists=there is not None)
+    _settle_owner(db, relation, context, options, key, exists=there is not None)
     if there is None:
         db.create(relation, [*wanted, *own], key if options.write == "mirror" else ("_ms_seq",))
     else:
@@ -66,6 +67,16 @@ def prepare(
     prepared = Prepared(relation_id, relation.table, db.table(relation), tuple(wanted), key)
     db.known[about] = prepared
     return prepared
+
+
+def _key(db: Database, relation: Relation) -> tuple[str, ...]:
+    """The mirror's key. A description that the catalog could not complete does not tell a key that whole rows hide."""
+    key = mirror_key(relation)
+    if key or relation.enriched or relation.identity != "f":
+        return key
+    known = db.rows(f"SELECT key FROM {db.own('tables')} WHERE name = ?", (db.table(relation),))
+    before: list[str] = json.loads(known[0][0]) if known else []
+    return tuple(before) if set(before) <= {column.name for column in exposed(relation).columns} else ()
 
 
 def _own_columns(db: Database, options: LaneOptions, wanted: Sequence[ColumnDef]) -> list[ColumnDef]:
@@ -92,16 +103,25 @@ def _refuse_twins(db: Database, relation: Relation, names: Sequence[str]) -> Non
 
 
 def _settle_owner(
-    db: Database, relation: Relation, context: TargetContext, options: LaneOptions, *, exists: bool
+    db: Database,
+    relation: Relation,
+    context: TargetContext,
+    options: LaneOptions,
+    key: tuple[str, ...],
+    *,
+    exists: bool,
 ) -> None:
     name, tables = relation.table, db.own("tables")
     # Two tables may be called alike when they are written without quotes.
     identity = db.table(relation)
-    found = db.rows(f"SELECT stream, target, write FROM {tables} WHERE name = ?", (identity,))
+    found = db.rows(f"SELECT stream, target, write, key FROM {tables} WHERE name = ?", (identity,))
     if not found:
-        db.run(f"INSERT INTO {tables} VALUES (?, ?, ?, ?)", (identity, context.stream, context.target, options.write))
+        if exists:
+            db.check_adoption(relation)
+        owner = (identity, context.stream, context.target, options.write, json.dumps(key))
+        db.run(f"INSERT INTO {tables} VALUES (?, ?, ?, ?, ?)", owner)
         return
-    stream, target, write = found[0]
+    stream, target, write, known_key = found[0]
     if (stream, target) != (context.stream, context.target):
         raise TargetRefused(
             f"the table {name} at {db.where} belongs to target {target} of stream {stream}",
@@ -111,6 +131,12 @@ def _settle_owner(
         raise TargetRefused(
             f"the table {name} at {db.where} is a {write}, not a {options.write}",
             hint=f"write: {write}, or give this target another database",
+        )
+    if json.loads(known_key) != list(key):
+        was = ", ".join(json.loads(known_key))
+        raise TargetRefused(
+            f"the key of {name} was ({was}) and is ({', '.join(key)}) at the source now",
+            hint="its rows cannot be told by another key: start a new target",
         )
     if not exists:
         raise TargetRefused(
