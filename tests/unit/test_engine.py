@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
+import threading
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -168,7 +169,9 @@ def test_a_replaced_stream_goes_on_from_its_checkpoint(engine: Engine, script: S
     engine.await_ready("shop", 20)
     script.insert("public.orders", id=1, note="one")
     await_that(lambda: engine.get_status("shop").events_replicated == 1)
+    started = threading.enumerate()
     engine.upsert_stream(stream(script, tmp_path, targets="log copy"))
+    assert [thread for thread in started if not thread.is_alive()] == [], "a target that stays as it is goes on"
     engine.await_ready("shop", 20)
     script.insert("public.orders", id=2, note="two")
     for target in ("log", "copy"):

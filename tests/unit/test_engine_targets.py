@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,9 @@ from millstream import Engine, StreamState, TargetSpec
 from millstream.config.definition import definition
 from millstream.engine import running
 from millstream.errors import NotReady, TargetUnavailable
+from millstream.model import SeqRange
 from millstream.targets import open_target
-from millstream.targets.base import Target
+from millstream.targets.base import Receipt, Target
 from millstream.testing import Script
 from tests.fixtures.delivery import Watching
 from tests.fixtures.engines import await_that, delivered, stream
@@ -40,6 +43,55 @@ def test_a_refused_target_stops_alone_and_says_why(engine: Engine, script: Scrip
     engine.resume("shop", "copy")
     await_that(lambda: delivered(tmp_path, target="copy") == ONE)
     assert engine.await_ready("shop", 20).targets[0].error is None
+
+
+class Slow:
+    """A target whose batches take as long as the test wants."""
+
+    def __init__(self, inner: Target, entered: threading.Event, may_end: threading.Event) -> None:
+        self._inner = inner
+        self._entered = entered
+        self._may_end = may_end
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def publish(self, range: SeqRange, end_position: int, receipts: Sequence[Receipt]) -> None:
+        self._entered.set()
+        assert self._may_end.wait(20)
+        self._inner.publish(range, end_position, receipts)
+
+
+def test_a_pause_returns_when_the_batch_at_hand_has_ended(
+    engine: Engine, script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, may_end, paused = threading.Event(), threading.Event(), threading.Event()
+
+    def opened(spec: TargetSpec) -> Target:
+        target = open_target(spec)
+        return Slow(target, entered, may_end) if spec.name == "copy" else target  # type: ignore[return-value]
+
+    def pause() -> None:
+        engine.pause("shop", "copy")
+        paused.set()
+
+    monkeypatch.setattr(running, "open_target", opened)
+    engine.start()
+    engine.upsert_stream(stream(script, tmp_path, targets="copy log"))
+    engine.await_ready("shop", 20)
+    script.insert("public.orders", id=1, note="one")
+    assert entered.wait(20)
+    threading.Thread(target=pause, daemon=True).start()
+    await_that(lambda: engine.get_status("shop").targets[0].state is StreamState.PAUSED)
+    script.insert("public.orders", id=2, note="two")
+    await_that(lambda: delivered(tmp_path) == {"public.orders": [(1, "one"), (2, "two")]})
+    await_that(lambda: engine.get_status("shop").targets[1].lag_events == 0)
+    assert not paused.is_set()
+    assert delivered(tmp_path, target="copy") == {}
+    may_end.set()
+    assert paused.wait(20)
+    assert delivered(tmp_path, target="copy") == ONE
+    assert engine.get_status("shop").targets[0].seq == 1
 
 
 def test_a_target_that_cannot_be_made_any_more_fails_alone(engine: Engine, script: Script, tmp_path: Path) -> None:

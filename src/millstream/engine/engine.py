@@ -93,7 +93,7 @@ class Engine:
             self._held.callback(store.close)
             faults = FaultLog(store, self._observers)
             spark = SparkUse(self._home, self._master, self._conf, self._observers)
-            running = RunningStreams(self._home, store, spark.session, faults)
+            running = RunningStreams(self._home, store, spark.session, faults, stopping=self._stopping)
             operations = Operations(self._home, store, faults, running)
         except BaseException:
             self._held.close()

@@ -14,7 +14,7 @@ from millstream.state.base import Runtime, StateStore
 
 
 class Reporter:
-    """Writes runtime states. From any thread, one report at a time."""
+    """Writes runtime states. From any thread, one at a time."""
 
     def __init__(self, store: StateStore) -> None:
         self._store = store
@@ -39,22 +39,19 @@ class Reporter:
         everyone: StreamState | None = None,
     ) -> None:
         """A stream and each of its targets. `everyone`: the state of all that has not failed and is not paused."""
-        with self._lock:
-            paused = self._store.paused(stream.name)
-            for target in stream.targets:
-                stopped = not paused.isdisjoint({"", target.name})
-                said = self._target(stream, target.name, queries.get(target.name), everyone, stopped)
-                if target.name in unfit:
-                    failed = unfit[target.name]
-                    report = TargetReport(error=failed.message, hint=failed.hint)
-                    said = Runtime(stream.name, target.name, StreamState.FAILED, report.to_json())
-                self._store.set_runtime(said)
-            state = self._stream_state(stream, capture, queries, paused)
-            if unfit:
-                state = StreamState.FAILED
-            if everyone is not None and state not in (StreamState.FAILED, StreamState.PAUSED):
-                state = everyone
-            self._store.set_runtime(Runtime(stream.name, "", state, capture.to_json()))
+        paused = self._store.paused(stream.name)
+        for target in stream.targets:
+            stopped = not paused.isdisjoint({"", target.name})
+            said = self._target(stream, target.name, queries.get(target.name), everyone, stopped)
+            if target.name in unfit:
+                failed = unfit[target.name]
+                report = TargetReport(error=failed.message, hint=failed.hint)
+                said = Runtime(stream.name, target.name, StreamState.FAILED, report.to_json())
+            self._store.set_runtime(said)
+        state = StreamState.FAILED if unfit else self._stream_state(stream, capture, queries, paused)
+        if everyone is not None and state not in (StreamState.FAILED, StreamState.PAUSED):
+            state = everyone
+        self._store.set_runtime(Runtime(stream.name, "", state, capture.to_json()))
 
     def _target(
         self, stream: StreamSpec, name: str, query: DeliveryQuery | None, everyone: StreamState | None, paused: bool

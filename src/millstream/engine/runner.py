@@ -76,7 +76,7 @@ class Runner:
         self._spark = SparkUse(home, master, conf, observers, on_started=self._take_signals)
         self._observers = observers
         faults = FaultLog(store, observers)
-        self._running = RunningStreams(home, store, self._spark.session, faults, once=once)
+        self._running = RunningStreams(home, store, self._spark.session, faults, stopping=self._stop, once=once)
         self._operations = Operations(home, store, faults, self._running)
         self._desk = RequestDesk(store, self._operations)
 

@@ -68,8 +68,11 @@ class RunningStreams:
         spark: Callable[[], SparkSession],
         observer: Observer,
         *,
+        stopping: threading.Event,
         once: bool = False,
     ) -> None:
+        """`stopping` is set from elsewhere when the process shall end: nothing more is started then."""
+        self._stopping = stopping
         self._home = home
         self._store = store
         self._spark = spark
@@ -80,6 +83,7 @@ class RunningStreams:
         self._fit: set[str] = set()
         """Sources whose journal the executors of the cluster were seen to reach."""
         self._reporter = Reporter(store)
+        self._reporting = threading.Lock()
         self._wake = threading.Event()
         self._over = threading.Event()
         self._ticker = threading.Thread(target=self._tick_on, name="ticker", daemon=True)
@@ -112,7 +116,9 @@ class RunningStreams:
         for stream in streams:
             member = self._members.get(stream.name)
             if member is not None and member.spec != stream:
-                self._stop(member.deliveries)
+                # A target that stays as it is goes on without a break.
+                changed = {target.name for target in member.spec.targets if target not in stream.targets}
+                self._stop(member.deliveries, changed)
                 member.spec = stream
                 member.unfit.clear()
             self._members.setdefault(stream.name, Member(stream))
@@ -120,7 +126,9 @@ class RunningStreams:
 
     def remove(self, name: str) -> None:
         """Run this stream no more. Returns when its batches have ended; its capture too, if nobody else needs it."""
-        member = self._members.pop(name, None)
+        with self._reporting:
+            # From here on nothing is written down of it any more: its state may be removed.
+            member = self._members.pop(name, None)
         if member is not None:
             self._stop(member.deliveries)
         self._arrange()
@@ -215,6 +223,8 @@ class RunningStreams:
                 settled = False
                 continue
             for member, target in due:
+                if self._stopping.is_set():
+                    return False
                 try:
                     made = open_target(target)
                 except MillstreamError as failed:
@@ -343,16 +353,20 @@ class RunningStreams:
         members = self.members
         if due and not self._reporter.is_due(min((m.spec.checkpoint_interval_ms for m in members), default=1000)):
             return
-        for capture in self.captures:
-            if capture.started and capture.failure is None:
-                capture.retain()
-            mine = [one.query for member in self._of(capture) for one in list(member.deliveries.values())]
-            if mine:
-                capture.release(min(query.planning_since for query in mine) - PLAN_GRACE)
-            report = capture.report()
-            for member in self._of(capture):
-                queries = {name: one.query for name, one in list(member.deliveries.items())}
-                self._reporter.write(member.spec, report, queries, member.unfit, everyone)
+        with self._reporting:
+            for capture in self.captures:
+                self._report_source(capture, everyone)
+
+    def _report_source(self, capture: Capture, everyone: StreamState | None) -> None:
+        if capture.started and capture.failure is None:
+            capture.retain()
+        mine = [one.query for member in self._of(capture) for one in list(member.deliveries.values())]
+        if mine:
+            capture.release(min(query.planning_since for query in mine) - PLAN_GRACE)
+        report = capture.report()
+        for member in self._of(capture):
+            queries = {name: one.query for name, one in list(member.deliveries.items())}
+            self._reporter.write(member.spec, report, queries, member.unfit, everyone)
 
     # The end
 
