@@ -48,7 +48,8 @@ ELSEWHERE = {
         ),
         "tests/integration/test_bulk_kills.py",
     ),
-    # Nobody changes the chaos stream while it runs.
+    # Nobody changes the chaos stream while it runs, or replays it.
+    "files.rewound": "tests/unit/test_engine_kills.py",
     **{name: "tests/unit/test_engine_kills.py" for name in failpoints() if name.startswith("engine.")},
 }
 """Failpoints that a plain stream never passes, and the test that kills there instead."""

@@ -8,13 +8,12 @@ import sqlite3
 import threading
 from contextlib import closing
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from millstream import Checkpoint, Engine, Mode, Replicator, StreamState
+from millstream import Engine, Mode, Replicator, StreamState
 from millstream.engine.rebase import rebase
 from millstream.errors import ConfigError, HomeLocked, NotReady, NotSupported, UnknownStream
 from millstream.testing import Script
@@ -200,8 +199,6 @@ def test_what_cannot_be_is_refused(engine: Engine, script: Script, tmp_path: Pat
         engine.pause("shup")
     with pytest.raises(UnknownStream, match=r"no target lag: did you mean log\?"):
         engine.resume("shop", "lag")
-    with pytest.raises(NotSupported, match="cannot be replayed"):
-        engine.replay("shop", Checkpoint(0, 0, datetime.now(UTC)))
 
 
 def test_a_journal_that_goes_away_under_a_running_engine_stops_its_streams_alone(

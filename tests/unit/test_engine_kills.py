@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from millstream import Engine, StreamState
+from millstream import Checkpoint, Engine, StreamState
 from millstream.cli.app import app
 from millstream.errors import UnknownStream
 from millstream.testing import Script
@@ -152,6 +153,27 @@ def test_streams_and_pauses_survive_a_kill_of_the_command_and_of_the_engine(
     assert killed(process)
     with engine:
         await_that(lambda: delivered(tmp_path) == {"public.orders": [(1, "one"), (2, "two")]})
+
+
+def test_a_replay_that_was_killed_leaves_nothing_out_and_nothing_twice(
+    engine: Engine, script: Script, tmp_path: Path, kill_at: Callable[..., None]
+) -> None:
+    every = {"public.orders": [(id_, "again") for id_ in range(1, 5)]}
+    with engine:
+        engine.upsert_stream(stream(script, tmp_path))
+        engine.await_ready("shop", 20)
+        for id_ in range(1, 5):
+            script.insert("public.orders", id=id_, note="again")
+            await_that(lambda id_=id_: engine.get_status("shop").events_replicated == id_)  # type: ignore[misc]
+    kill_at("files.rewound", "replay", "shop")
+    commits = tmp_path / "shop" / "log" / "_millstream" / "commits"
+    assert len(list(commits.iterdir())) == 3, "one batch was taken back, then came the kill"
+    with engine:
+        await_that(lambda: engine.get_status("shop").events_replicated == 5)
+        assert delivered(tmp_path) == every
+        engine.replay("shop", Checkpoint(1, 0, datetime.now(UTC)))
+        await_that(lambda: engine.get_status("shop").events_replicated == 8)
+    assert delivered(tmp_path) == every
 
 
 def test_the_command_reaches_a_run_from_another_process(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -18,7 +19,7 @@ from millstream.engine.home import Home
 from millstream.engine.operations import Operations
 from millstream.engine.requests import RequestDesk, as_arguments, ask
 from millstream.engine.status import StreamStatus, home_status
-from millstream.errors import MillstreamError, NotReady, NotSupported, RequestFailed
+from millstream.errors import MillstreamError, NotReady, RequestFailed
 from millstream.model import Checkpoint, Json, StreamSpec, StreamState
 from millstream.observe import Event, Level, Observer, Observers
 from millstream.state.base import StateStore
@@ -179,14 +180,18 @@ class Engine:
         else:
             self._ask("resume", {"name": name, "target": target})
 
-    def replay(self, name: str, start: Checkpoint) -> None:
-        """Not built yet: raises NotSupported."""
-        self.get_status(name)
-        raise NotSupported(
-            f"stream {name} cannot be replayed from seq {start.seq}: this version has no replay",
-            hint='read the journal instead (spark.read.format("millstream"), startingSeq), or deliver to a new target, '
-            "which begins with the earliest change that the journal has",
-        )
+    def replay(self, name: str, start: Checkpoint | datetime, target: str | None = None) -> None:
+        """Deliver once more what came after a checkpoint, or what was committed from a time on.
+
+        For targets that can take their last batches back (`files`): nothing is there twice afterwards. It
+        begins with the batch in which the checkpoint lies. Raises NotSupported for a stream with another
+        target, unless one is named, and OutOfRange for what the journal does not have any more.
+        """
+        if self.is_running:
+            self._do(lambda operations: operations.replay(name, start, target))
+        else:
+            said = start.isoformat() if isinstance(start, datetime) else start.to_json()
+            self._ask("replay", {"name": name, "start": said, "target": target})
 
     # Beyond it
 

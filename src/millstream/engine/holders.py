@@ -34,7 +34,9 @@ def holders(store: StateStore, source: str, header: Header) -> list[Holder]:
             continue
         for target in definition["targets"]:
             history = store.cursor_history(stream, target["name"], 2)
-            here = [cursor.seq for cursor in history if cursor.journal_id == header.journal_id]
+            # After a replay the target is before where it was.
+            known = [*history, *filter(None, [store.get_cursor(stream, target["name"])])]
+            here = [cursor.seq for cursor in known if cursor.journal_id == header.journal_id]
             behind = not history or history[0].journal_id != header.journal_id
             found.append(Holder(stream, target["name"], header.first_seq - 1 if behind else min(here)))
     return sorted(found, key=lambda holder: holder.seq)

@@ -7,6 +7,7 @@ does anything about it, and can be repeated: one that was interrupted is finishe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
@@ -15,10 +16,11 @@ from millstream.engine.commit import ack_position
 from millstream.engine.deletion import Deletion
 from millstream.engine.fit import open_target
 from millstream.engine.home import Home
+from millstream.engine.replay import Replay
 from millstream.engine.status import unknown_stream
 from millstream.errors import ConfigError, MillstreamError, NotSupported, UnknownStream
 from millstream.failpoint import failpoint
-from millstream.model import Json, Mode, StreamSpec
+from millstream.model import Checkpoint, Json, Mode, StreamSpec
 from millstream.observe import Event, Level, Observer
 from millstream.sources import open_source
 from millstream.state.base import StateStore
@@ -88,6 +90,19 @@ class Operations:
             self._running.start_anew(name)
             self._running.report()
         self._tell("stream.resumed", f"{self._what(name, target)} goes on", name, target)
+
+    def replay(self, name: str, start: Checkpoint | datetime, target: str | None = None) -> None:
+        """Deliver once more what came after the checkpoint, or what was committed from a time on.
+
+        It begins with the batch that this lies in. Raises NotSupported and OutOfRange before anything is changed.
+        """
+        targets = self._targets(name, target)
+        replay = Replay(self._home, self._spec(name), targets, start)
+        replay.check()
+        if self._running is not None:
+            self._running.stop_targets(name, targets)
+        replay.run()
+        self._tell("stream.replayed", f"{self._what(name, target)} is replayed from seq {replay.seq}", name, target)
 
     def delete(self, name: str, *, keep_slot: bool = False, keep_target: bool = False) -> Json:
         """Remove a stream and everything that is kept for it. What was delivered stays where it is.

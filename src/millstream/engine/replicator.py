@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Protocol
 
 from millstream.engine.status import StreamStatus
@@ -33,5 +34,5 @@ class Replicator(Protocol):
     def resume(self, name: str) -> None:
         """Go on from the last checkpoint. Idempotent."""
 
-    def replay(self, name: str, start: Checkpoint) -> None:
-        """Deliver once more what came after a checkpoint."""
+    def replay(self, name: str, start: Checkpoint | datetime) -> None:
+        """Deliver once more what came after a checkpoint, or what was committed from a time on."""

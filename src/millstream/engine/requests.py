@@ -20,7 +20,7 @@ from millstream.engine.home import Home
 from millstream.engine.operations import Operations
 from millstream.errors import ConfigError, HomeLocked, MillstreamError, RequestFailed
 from millstream.failpoint import failpoint
-from millstream.model import Json, StreamSpec
+from millstream.model import Checkpoint, Json, StreamSpec
 from millstream.observe import Observer
 from millstream.state.base import Request, StateStore
 
@@ -40,6 +40,8 @@ def perform(operations: Operations, verb: str, arguments: Mapping[str, Any]) -> 
         operations.pause(arguments["name"], arguments["target"])
     elif verb == "resume":
         operations.resume(arguments["name"], arguments["target"])
+    elif verb == "replay":
+        operations.replay(arguments["name"], _start(arguments["start"]), arguments["target"])
     elif verb == "delete":
         keep = {"keep_slot": arguments["keep_slot"], "keep_target": arguments["keep_target"]}
         return operations.delete(arguments["name"], **keep)
@@ -72,6 +74,10 @@ class RequestDesk:
             failpoint("engine.request_done")
             self._store.answer(request.id, answer)
         self._looked_at = time.monotonic()
+
+
+def _start(value: Mapping[str, Any] | str) -> Checkpoint | datetime:
+    return datetime.fromisoformat(value) if isinstance(value, str) else Checkpoint.from_json(value)
 
 
 def refuse_stale(request: Request) -> None:

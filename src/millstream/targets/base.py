@@ -195,4 +195,17 @@ class Releasing(Protocol):
         """
 
 
+@runtime_checkable
+class Rewinding(Protocol):
+    """A target that can take back its last batches, so that they are delivered once more."""
+
+    def rewind(self, stream: str, target: str, seq: int, *, look_only: bool = False) -> TargetCursor | None:
+        """Take back every batch that ends after `seq`, newest first: at each moment the cursor is a former one.
+
+        Returns where the target then is: at the last batch that ends at or before `seq`, or None when it has
+        none. `look_only`: only say where that would be. While nothing is delivered; the next `recover` removes
+        the rows of what was taken back. Raises TargetRefused for a target that is another stream's.
+        """
+
+
 TargetOptions = dict[str, Any]

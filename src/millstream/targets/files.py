@@ -7,6 +7,7 @@
         lock                     held while the owner changes and while a batch is published
         commits/END.json         one per batch, written last: a batch counts when this is there
         staging/RUN/             what tasks write; nobody reads it
+        rewound/END.json         commits that were taken back, until their batches are delivered again
 
 Delivery *staged*. A batch's files are renamed into place, then its commit file is written: a reader
 that wants whole batches reads what commits list; one that reads a table's directory sees a batch a
@@ -106,6 +107,7 @@ class FilesTarget:
                 leftover.unlink()
             for orphan in self._uncommitted(cursor.seq if cursor else None):
                 orphan.unlink()
+            shutil.rmtree(self._own / "rewound", ignore_errors=True)
         failpoint("files.recovered")
 
     def stager(self) -> FilesStager:
@@ -139,6 +141,30 @@ class FilesTarget:
                 if (owner.get("stream"), owner.get("target")) == (stream, target):
                     _write_whole(self._own / "owner.json", {**owner, "released": True})
                     shutil.rmtree(self._own / "staging", ignore_errors=True)
+
+    def rewind(self, stream: str, target: str, seq: int, *, look_only: bool = False) -> TargetCursor | None:
+        """Batches count by their commit files: those are put aside, and `recover` removes the rest."""
+        with _as_target_errors(self._root):
+            commits, aside = self._own / "commits", self._own / "rewound"
+            if not commits.is_dir():
+                return None
+            with self._locked():
+                self._check_ours(TargetContext(stream, target, "", "", ASKING, ""))
+                ends = sorted(
+                    (entry.name for entry in os.scandir(commits) if entry.name.endswith(".json")), reverse=True
+                )
+                after = [name for name in ends if int(name.removesuffix(".json")) > seq]
+                if not look_only:
+                    _make_directory(aside)
+                    for name in after:
+                        (commits / name).replace(aside / name)
+                        _sync_directory(commits)
+                        failpoint("files.rewound")
+                left = [name for name in ends if name not in after]
+                if not left:
+                    return None
+                commit = _read_json(commits / left[0])
+                return TargetCursor(commit["journal_id"], commit["epoch"], commit["end"], commit["position"])
 
     def close(self) -> None:
         self._context = None
