@@ -31,6 +31,7 @@ from millstream.targets.base import (
     LaneBatch,
     Part,
     Receipt,
+    Releasing,
     Target,
     TargetContext,
     TargetCursor,
@@ -102,7 +103,7 @@ class SqliteCase:
         with closing(sqlite3.connect(self.path)) as db:
             if not db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchall():
                 return []
-            return db.execute(f'SELECT _ms_seq, body FROM "{table}" ORDER BY 1').fetchall()
+            return db.execute(f'SELECT _ms_seq, body FROM "{table}" ORDER BY 1, 2').fetchall()
 
     def litter(self) -> list[str]:
         return []
@@ -121,7 +122,7 @@ class DuckdbCase:
             name = table.partition(".")[2]
             if not db.execute("SELECT 1 FROM duckdb_tables() WHERE table_name = ?", [name]).fetchall():
                 return []
-            return db.execute(f"SELECT _ms_seq, body FROM {table} ORDER BY 1").fetchall()
+            return db.execute(f"SELECT _ms_seq, body FROM {table} ORDER BY 1, 2").fetchall()
 
     def litter(self) -> list[str]:
         return []
@@ -138,7 +139,7 @@ class PostgresCase:
     def seen(self, table: str) -> Found:
         if self.database.sql(f"SELECT to_regclass('{table}') IS NULL") == [(True,)]:
             return []
-        return self.database.sql(f"SELECT _ms_seq, body FROM {table} ORDER BY 1")
+        return self.database.sql(f"SELECT _ms_seq, body FROM {table} ORDER BY 1, 2")
 
     def litter(self) -> list[str]:
         return []
@@ -312,6 +313,61 @@ def test_a_table_of_another_stream_is_left_alone(lane: Case) -> None:
     with pytest.raises(TargetRefused, match="belongs to target log of stream shop"):
         deliver(other, 1, 3)
     assert lane.seen("public.orders") == expected(1, 3)
+
+
+def baseline(target: Target, version: int, *bodies: str) -> bool:
+    """All rows of a table at once, as before any change."""
+    changes = assemble(journal_rows([insert(str(i), body) for i, body in enumerate(bodies, 1)]), ORDERS, 1, "aaaa")
+    for name, value in (("_ms_op", "r"), ("_ms_seq", version)):
+        at = changes.schema.names.index(name)
+        same = pa.array([value] * len(bodies), changes.column(at).type)
+        changes = changes.set_column(at, changes.schema.field(at), same)
+    stager = target.stager()
+    assert isinstance(stager, Lane)
+    parts = [Part(ORDERS, 1, iter([changes]))]
+    return stager.deliver(LaneBatch(SeqRange(version, version), version * 100 + 8, parts, lambda: None))
+
+
+def test_a_baseline_is_written_once(lane: Case) -> None:
+    target = opened(lane)
+    assert baseline(target, 0, "one", "two") is True
+    assert baseline(target, 0, "one", "two") is False
+    target.publish(SeqRange(0, 0), 8, [])
+    assert target.cursor() == TargetCursor("journal-a", 1, 0, 8)
+    assert lane.seen("public.orders") == [(0, "one"), (0, "two")]
+    deliver(target, 1, 3)
+    assert (1, "body 1") in lane.seen("public.orders")
+
+
+def test_a_stream_that_is_gone_leaves_its_tables_to_the_next(lane: Case) -> None:
+    never = lane.make()
+    assert isinstance(never, Releasing)
+    never.release("shop", "log")
+    old = opened(lane)
+    deliver(old, 1, 5)
+    never.release("shop", "log")
+    never.release("shop", "log")
+    assert lane.seen("public.orders") == expected(1, 5)
+    new = opened(lane, replace(CONTEXT, stream="other", journal_id="journal-b"))
+    assert new.cursor() is None
+    if getattr(lane, "write", "mirror") == "changelog":
+        with pytest.raises(TargetRefused, match="has the changes of a stream that is gone"):
+            deliver(new, 1, 2)
+        return
+    assert baseline(new, 0, "one", "two") is True
+    assert lane.seen("public.orders") == [(0, "one"), (0, "two")]
+
+
+def test_rows_that_a_stream_left_behind_are_older_than_any_change(lane: Case) -> None:
+    if getattr(lane, "write", "mirror") == "changelog":
+        pytest.skip("a changelog is not taken over")
+    target = lane.make()
+    deliver(opened(lane), 1, 5)
+    assert isinstance(target, Releasing)
+    target.release("shop", "log")
+    new = opened(lane, replace(CONTEXT, stream="other", journal_id="journal-b"))
+    deliver(new, 1, 2)
+    assert lane.seen("public.orders") == [*((-1, f"body {seq}") for seq in (3, 4, 5)), *expected(1, 2)]
 
 
 def test_a_column_that_comes_later_is_added(lane: Case) -> None:

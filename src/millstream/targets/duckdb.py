@@ -124,6 +124,12 @@ class DuckdbDatabase(Database):
     def own(self, name: str) -> str:
         return f"_millstream.{quoted(name)}"
 
+    def is_there(self) -> bool:
+        return self._path.exists()
+
+    def has_own(self) -> bool:
+        return bool(self.rows("SELECT 1 FROM duckdb_tables() WHERE schema_name = '_millstream'"))
+
     def create_own(self) -> None:
         self.run("CREATE SCHEMA IF NOT EXISTS _millstream")
         for name, columns in OWN.items():

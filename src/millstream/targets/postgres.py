@@ -72,6 +72,10 @@ _NO_ORIGIN = (
 """The role may not, or the server keeps no origins: commits go without."""
 
 
+def _origin(stream: str, target: str) -> str:
+    return f"millstream_{stream}_{target}"
+
+
 class PostgresTarget(LaneTarget):
     """The driver side. See `targets.base.Target` for the contract."""
 
@@ -137,6 +141,9 @@ class PostgresDatabase(Database):
 
     def own(self, name: str) -> str:
         return f"_millstream.{quoted(name)}"
+
+    def has_own(self) -> bool:
+        return self.rows("SELECT to_regclass('_millstream.cursors') IS NOT NULL") == [(True,)]
 
     def create_own(self) -> None:
         self._make_schema("_millstream")
@@ -268,12 +275,23 @@ class PostgresDatabase(Database):
 
     def mark(self, context: TargetContext) -> None:
         """Let the commit carry an origin of this stream and target, where the role and the server allow it."""
-        session, name = self._session, f"millstream_{context.stream}_{context.target}"
+        session, name = self._session, _origin(context.stream, context.target)
         if name not in session.origins:
             session.origins[name] = self._try_origin(name)
         elif session.origins[name]:
             self.rows("SELECT pg_replication_origin_session_setup(?)", (name,))
         session.marked = session.origins[name]
+
+    def unmark(self, stream: str, target: str) -> None:
+        name, session = _origin(stream, target), self._session
+        session.origins.pop(name, None)
+        try:
+            with errors(self.where, passing=_NO_ORIGIN), session.connection.transaction():
+                session.connection.execute(
+                    "SELECT pg_replication_origin_drop(roname) FROM pg_replication_origin WHERE roname = $1", (name,)
+                )
+        except _NO_ORIGIN:
+            return
 
     def _try_origin(self, name: str) -> bool:
         connection = self._session.connection

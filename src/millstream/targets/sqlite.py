@@ -110,6 +110,12 @@ class SqliteDatabase(Database):
     def own(self, name: str) -> str:
         return quoted(f"_millstream_{name}")
 
+    def is_there(self) -> bool:
+        return self._path.exists()
+
+    def has_own(self) -> bool:
+        return bool(self.rows("SELECT 1 FROM sqlite_master WHERE name = '_millstream_cursors'"))
+
     def create_own(self) -> None:
         for name, columns in OWN.items():
             self.run(f"CREATE TABLE IF NOT EXISTS {self.own(name)} {columns}")

@@ -135,6 +135,17 @@ class Database(ABC):
     def settle(self) -> None:  # noqa: B027 - nothing waits unless a database says so
         """Everything is written: do what had to wait for that."""
 
+    def is_there(self) -> bool:
+        """Whether there is anything to connect to; asked before `__enter__`."""
+        return True
+
+    @abstractmethod
+    def has_own(self) -> bool:
+        """Whether our own tables were made."""
+
+    def unmark(self, stream: str, target: str) -> None:  # noqa: B027 - the same
+        """The stream is gone: remove what its commits were marked with."""
+
     def mark(self, context: TargetContext) -> None:  # noqa: B027 - most have nothing to mark it with
         """Let the transaction's commit be known as ours."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from millstream.errors import TargetRefused
 from millstream.failpoint import failpoint
-from millstream.model import SeqRange
+from millstream.model import Relation, SeqRange
 from millstream.targets.base import (
     ASKING,
     Capabilities,
@@ -24,10 +24,10 @@ from millstream.targets.base import (
     TargetCursor,
 )
 from millstream.targets.lanes.changelog import write_changes
-from millstream.targets.lanes.database import Database, LaneOptions
-from millstream.targets.lanes.mirror import write_run
+from millstream.targets.lanes.database import OWN, Database, LaneOptions
+from millstream.targets.lanes.mirror import clear, insert_rows, write_run
 from millstream.targets.lanes.runs import by_table, runs
-from millstream.targets.lanes.tables import prepare
+from millstream.targets.lanes.tables import Prepared, prepare
 
 MESSAGES = 0
 """The relation id of logical messages: no table of the source, so no mirror has them."""
@@ -48,24 +48,34 @@ class SqlLane:
                     return False
                 failpoint("lane.claimed")
                 db.mark(self.context)
+                baseline = batch.range.end if _is_baseline(batch.range) else None
                 for parts in db.ordered(by_table(batch.parts)):
-                    self._write(db, parts)
+                    self._write(db, parts, baseline)
                 db.settle()
                 batch.check_complete()
                 failpoint("lane.written")
             failpoint("lane.committed")
         return True
 
-    def _write(self, db: Database, parts: Sequence[Part]) -> None:
-        mirrors = self.options.write == "mirror"
+    def _write(self, db: Database, parts: Sequence[Part], baseline: int | None) -> None:
+        """Write the changes of one table. `baseline`: they are all of its rows, with this version."""
+        mirrors, soft = self.options.write == "mirror", self.options.deletes == "soft"
+        empty = False
+        if mirrors and baseline is not None:
+            empty = clear(db, self._prepared(db, parts[0].relation, parts[0].relation_id), baseline, soft=soft)
         for run in runs(parts):
             if mirrors and run.relation_id == MESSAGES:
                 continue
-            prepared = prepare(db, run.relation, run.relation_id, self.context, self.options)
-            if mirrors:
-                write_run(db, prepared, run.changes, soft=self.options.deletes == "soft")
-            else:
+            prepared = self._prepared(db, run.relation, run.relation_id)
+            if not mirrors:
                 write_changes(db, prepared, run.changes)
+            elif empty:
+                insert_rows(db, prepared, run.changes, soft=soft)
+            else:
+                write_run(db, prepared, run.changes, soft=soft)
+
+    def _prepared(self, db: Database, relation: Relation, relation_id: int) -> Prepared:
+        return prepare(db, relation, relation_id, self.context, self.options)
 
 
 class LaneTarget:
@@ -116,6 +126,18 @@ class LaneTarget:
                 raise _refusal(db, context, range)
             self._cursor = found
 
+    def release(self, stream: str, target: str) -> None:
+        """The tables stay as they are, and belong to nobody; the next stream may take them over."""
+        db = self._database(self._options)
+        if not db.is_there():
+            return
+        with db, db.transaction():
+            if not db.has_own():
+                return
+            for name in OWN:
+                db.run(f"DELETE FROM {db.own(name)} WHERE stream = ? AND target = ?", (stream, target))
+            db.unmark(stream, target)
+
     def close(self) -> None:
         self._context = None
 
@@ -145,6 +167,8 @@ def _take_over(db: Database, context: TargetContext) -> None:
 
 def _claim(db: Database, context: TargetContext, range: SeqRange, position: int) -> bool:
     """Compare and set the cursor. False: the target has the batch already."""
+    # A baseline ends where it starts: a cursor that is there says that it was delivered.
+    start = range.start - 1 if _is_baseline(range) else range.start
     claimed = db.run(
         f"UPDATE {db.own('cursors')} SET journal_id = ?, seq = ?, position = ? "
         "WHERE stream = ? AND target = ? AND run = ? "
@@ -152,7 +176,7 @@ def _claim(db: Database, context: TargetContext, range: SeqRange, position: int)
         (
             *(context.journal_id, range.end, position),
             *(context.stream, context.target, context.run_id),
-            *(context.journal_id, range.start, context.journal_id, range.start),
+            *(context.journal_id, start, context.journal_id, range.start),
         ),
     )
     if claimed:
@@ -161,6 +185,10 @@ def _claim(db: Database, context: TargetContext, range: SeqRange, position: int)
     if cursor and _is_owner(db, context) and cursor.journal_id == context.journal_id and range.end <= cursor.seq:
         return False
     raise _refusal(db, context, range)
+
+
+def _is_baseline(range: SeqRange) -> bool:
+    return range.start == range.end
 
 
 def _refusal(db: Database, context: TargetContext, range: SeqRange) -> TargetRefused:

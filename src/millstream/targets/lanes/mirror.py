@@ -52,10 +52,23 @@ def _append(db: Database, prepared: Prepared, changes: pa.Table, soft: bool) -> 
         db.remove(partial(_Mirror(db, prepared, soft).truncate, int(changes[SEQ][int(cut[-1])].as_py())))
         changes = changes.slice(int(cut[-1]) + 1)
     if changes.num_rows:
-        own = [name for name in prepared.names if name != SPECIAL]
-        found = Latest(None, changes.select([]), changes.select([*own, SEQ]), special=special_texts(changes))
-        rows = _Mirror(db, prepared, soft).named(found, np.arange(changes.num_rows))
-        db.insert(prepared.table, rows)
+        insert_rows(db, prepared, changes, soft=soft)
+
+
+def clear(db: Database, prepared: Prepared, seq: int, *, soft: bool) -> bool:
+    """Remove what is older than a baseline of this version. Returns whether the table is empty then."""
+    db.remove(partial(_Mirror(db, prepared, soft).truncate, seq))
+    return not db.rows(f"SELECT 1 FROM {prepared.table} LIMIT 1")
+
+
+def insert_rows(db: Database, prepared: Prepared, changes: pa.Table, *, soft: bool) -> None:
+    """Add rows that the table does not have: no key has to be looked up for that."""
+    own = [name for name in prepared.names if name != SPECIAL]
+    found = Latest(None, changes.select([]), changes.select([*own, SEQ]), special=special_texts(changes))
+    rows = _Mirror(db, prepared, soft).named(found, np.arange(changes.num_rows))
+    if soft:
+        rows.append(Values(ColumnDef("_ms_deleted", db.boolean), _truths(np.zeros(changes.num_rows, bool))))
+    db.insert(prepared.table, rows)
 
 
 class _Mirror:

@@ -13,6 +13,8 @@ from millstream.targets.base import TargetContext
 from millstream.targets.lanes.database import ColumnDef, Database, LaneOptions, quoted
 
 SPECIAL = "_ms_special"
+UNKNOWN = -1
+"""The version of a row that was there before us: older than any change."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def prepare(
     there = db.columns(relation)
     _settle_owner(db, relation, context, options, key, exists=there is not None)
     if there is None:
-        db.create(relation, [*wanted, *own], key if options.write == "mirror" else ("_ms_seq",))
+        db.create(relation, [*wanted, *own], key)
     else:
         wanted = _complete(db, relation, wanted, own, there)
     if db.special_type is not None and options.write == "mirror":
@@ -117,7 +119,7 @@ def _settle_owner(
     found = db.rows(f"SELECT stream, target, write, key FROM {tables} WHERE name = ?", (identity,))
     if not found:
         if exists:
-            db.check_adoption(relation)
+            _adopt(db, relation, options)
         owner = (identity, context.stream, context.target, options.write, json.dumps(key))
         db.run(f"INSERT INTO {tables} VALUES (?, ?, ?, ?, ?)", owner)
         return
@@ -145,6 +147,21 @@ def _settle_owner(
         )
 
 
+def _adopt(db: Database, relation: Relation, options: LaneOptions) -> None:
+    """Take over a table that nobody owns. Versions that a stream which is gone has left mean nothing to this one."""
+    db.check_adoption(relation)
+    table = db.table(relation)
+    if "_ms_seq" not in (db.columns(relation) or {}):
+        return
+    if options.write == "mirror":
+        db.run(f"UPDATE {table} SET _ms_seq = {UNKNOWN} WHERE _ms_seq <> {UNKNOWN}")
+    elif db.rows(f"SELECT 1 FROM {table} LIMIT 1"):
+        raise TargetRefused(
+            f"the table {relation.table} at {db.where} has the changes of a stream that is gone",
+            hint="rename or drop it, or give this target another database",
+        )
+
+
 def _complete(
     db: Database,
     relation: Relation,
@@ -159,7 +176,7 @@ def _complete(
     for column in (*wanted, *own):
         kind = found.get(column.name if db.case_matters else column.name.lower())
         if kind is None:
-            default = " DEFAULT 0" if column.name == "_ms_seq" else ""
+            default = f" DEFAULT {UNKNOWN}" if column.name == "_ms_seq" else ""
             default = " DEFAULT false" if column.name == "_ms_deleted" else default
             db.run(f"ALTER TABLE {table} ADD COLUMN {quoted(column.name)} {column.type}{default}")
             kind = column.type
