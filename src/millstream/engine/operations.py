@@ -55,11 +55,12 @@ class Operations:
             check_stream(stream)
         self._check_sources(streams)
         for stream in streams:
-            described = definition(stream)
-            if self._store.get_stream(stream.name) != described:
+            described, before = definition(stream), self._store.get_stream(stream.name)
+            if before != described:
                 self._store.put_stream(stream.name, described)
                 failpoint("engine.stream_saved")
-                self._tell("stream.applied", f"stream {stream.name} is what was asked for", stream.name)
+                done = "created" if before is None else "replaced"
+                self._tell("stream.applied", f"stream {stream.name} was {done}", stream.name)
         if self._running is not None:
             self._running.put(streams)
             self._running.report()

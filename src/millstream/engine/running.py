@@ -52,6 +52,8 @@ class Member:
     deliveries: dict[str, Delivery] = field(default_factory=dict)
     unfit: dict[str, MillstreamError] = field(default_factory=dict)
     """Targets that could not even be made, and why: an option that is not known any more, a package that is missing."""
+    ready: bool = False
+    """Whether it was told that all targets deliver."""
 
     @property
     def name(self) -> str:
@@ -233,6 +235,8 @@ class RunningStreams:
                     self._note_unfit(member, target.name, failed)
                 else:
                     self._start(member, target, made, capture)
+        for member in self.members:
+            self._tell_ready(member)
         return settled
 
     def _note_unfit(self, member: Member, target: str, failed: MillstreamError) -> None:
@@ -276,13 +280,19 @@ class RunningStreams:
         )
         member.deliveries[target.name] = Delivery(query, tables)
         query.start()
-        if all(one.name in member.deliveries or self.paused(member.name, one.name) for one in member.spec.targets):
-            self.report()
+        self.report()
+
+    def _tell_ready(self, member: Member) -> None:
+        """Say it once, when every target that is not paused delivers."""
+        states = {name: one.query.state for name, one in member.deliveries.items()}
+        ready = bool(states) and set(states.values()) == {StreamState.RUNNING}
+        if ready and not member.ready:
+            left = [target.name for target in member.spec.targets if target.name not in states]
+            ready = all(is_paused(self._store, member.name, name) for name in left)
+        if ready and not member.ready:
             message = f"stream {member.name} is ready: what is committed from now on is delivered"
             self._observer.on_event(Event("stream.ready", message, stream=member.name))
-
-    def paused(self, name: str, target: str) -> bool:
-        return is_paused(self._store, name, target)
+        member.ready = ready
 
     def _look_at_executors(self, spark: SparkSession, capture: Capture) -> None:
         """Tell before the first batch if a cluster is not fit. On one host there is nothing that could differ."""
