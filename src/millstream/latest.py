@@ -25,10 +25,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from millstream.changelog import BEFORE, METADATA
 from millstream.model import Op
 from millstream.moves import KEPT, MISSING, Moved, follow
+from millstream.wire.json_columns import json_text
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -107,6 +109,12 @@ class _Fold:
         self.special = _special(whole(changes["_ms_special"]), self.size)
         self.places = {name: self._sent(name, mask) for name, mask in self.unsent.items() if name in self.new}
         self.keys = {name: self._key_values(name) for name in key}
+        self.whole = any(
+            self.old[name].null_count < self.size or f"{BEFORE}.{name}" in self.special
+            for name in self.columns
+            if name not in self.keys
+        )
+        """Whether old rows are sent whole, and not only their keys."""
 
     def folded(self) -> Latest:
         ids = _ids([self.keys[name] for name in self.key])
@@ -120,8 +128,9 @@ class _Fold:
         moving = np.zeros(count, bool)
         moves = (self.op == Op.UPDATE) & (new != old)
         moving[new[moves]] = moving[old[moves]] = True
+        moving[new[self._strangers(new)]] = True
         concerned = moving[new]
-        moved = self._follow(np.flatnonzero(concerned), new, old) if moves.any() else Moved()
+        moved = self._follow(np.flatnonzero(concerned), new, old) if concerned.any() else Moved()
         live, places, gone = self._settle(np.flatnonzero(~concerned), new, count)
         return self._assemble(live, places, gone, new, moved, place_of)
 
@@ -150,15 +159,52 @@ class _Fold:
 
     def _follow(self, changes: Ints, new: Ints, old: Ints) -> Moved:
         def is_row(change: int, other: int) -> bool:
-            """Whether the old row of `change` is the new row of `other`, as far as both were sent."""
-            return all(
-                not self.old[name][change].is_valid
-                or (name in self.unsent and self.unsent[name][other])
-                or self.old[name][change].equals(self.new[name][other])
-                for name in self.old
-            )
+            return bool(self._are_rows(np.array([change]), np.array([other]))[0])
 
         return follow(changes, self.op, new, old, self.places, is_row, self.has_before)
+
+    def _strangers(self, keys: Ints) -> Ints:
+        """Changes whose old row is not what the change before them wrote under their key.
+
+        With a deferrable key two rows share one for a while, and only whole old rows tell which is meant.
+        """
+        if not self.whole:
+            return np.zeros(0, np.int64)
+        order = np.argsort(keys, kind="stable")
+        earlier, later = order[:-1], order[1:]
+        follows = (keys[earlier] == keys[later]) & self.has_before[later] & (self.op[earlier] != Op.DELETE)
+        earlier, later = earlier[follows], later[follows]
+        found: Ints = later[~self._are_rows(later, earlier)]
+        return found
+
+    def _are_rows(self, changes: Ints, others: Ints) -> Bools:
+        """Whether the old row of each change is the new row of the other, as far as both were sent."""
+        same = np.ones(len(changes), bool)
+        for name in self.columns if self.whole else ():
+            if name not in self.keys:
+                same &= self._are_equal(name, changes, others)
+        return same
+
+    def _are_equal(self, name: str, changes: Ints, others: Ints) -> Bools:
+        old, new = self.old[name].take(whole_numbers(changes)), self.new[name].take(whole_numbers(others))
+        no_old, no_new = booleans(old.is_null()), booleans(new.is_null())
+        if pa.types.is_nested(old.type):
+            old, new = json_text(old), json_text(new)
+        equal = booleans(pc.fill_null(pc.equal(old, new), False)) & ~no_old & ~no_new
+        if pa.types.is_floating(old.type):
+            equal |= booleans(pc.fill_null(pc.and_(pc.is_nan(old), pc.is_nan(new)), False))
+        equal |= no_old & no_new & self._same_text(name, changes, others)
+        return equal | self.unsent[name][others] if name in self.unsent else equal
+
+    def _same_text(self, name: str, changes: Ints, others: Ints) -> Bools:
+        """Whether values that are NULL in their columns have the same exact text, or none."""
+        old, new = self.special.get(f"{BEFORE}.{name}"), self.special.get(name)
+        nothing = pa.nulls(self.size, pa.string())
+        texts = [
+            pc.fill_null((nothing if column is None else column).take(whole_numbers(at)), "")
+            for column, at in ((old, changes), (new, others))
+        ]
+        return booleans(pc.equal(*texts))
 
     def _assemble(
         self, live: Ints, places: dict[str, Ints], gone: Ints, keys: Ints, moved: Moved, place_of: Ints

@@ -96,6 +96,8 @@ class Trader:
                 f"UPDATE {table} SET id = id + 1000, name = {name} WHERE id = {row}",
                 f"UPDATE {table} SET id = id - 1000 WHERE id >= 1000 AND id - 1000 NOT IN (SELECT id FROM {table})",
                 self._swap(table, row, other),
+                f"SET CONSTRAINTS ALL DEFERRED; INSERT INTO whole SELECT id, {name}, body FROM whole WHERE id = {row}; "
+                f"DELETE FROM whole WHERE id = {row} AND name <> {name}; SET CONSTRAINTS ALL IMMEDIATE",
                 f"DELETE FROM {table} WHERE id = {row}",
                 f"INSERT INTO pair VALUES ({row % 4}, '{other % 5}', {name}, {body}) ON CONFLICT (a, b) DO UPDATE "
                 f"SET name = {name}, b = 'moved ' || {self._dice.random()}",

@@ -135,6 +135,30 @@ def test_two_rows_that_swap_a_deferrable_key_keep_their_own_values() -> None:
     assert found.gone.num_rows == 0
 
 
+def whole(*changes: Change) -> Latest:
+    """The same with old rows that are sent whole, and a float."""
+    things = relation(("id", 23), ("a", 25), ("x", 701), ("list", 1007), key=("id",), identity="f")
+    return latest(pa.Table.from_batches([assemble(journal_rows(changes), things, 1, "aaaa")]), ("id",))
+
+
+def test_a_row_that_took_a_deferrable_key_early_outlives_the_one_before_it() -> None:
+    old, new = ["2", "old", "1.5", "{1}"], ["2", "new", "1.5", "{1}"]
+    found = whole(insert(*new), delete(row=old))
+    assert [(row["id"], row["a"], row["_ms_seq"]) for row in found.rows.to_pylist()] == [(2, "new", 1)]
+    assert found.gone.num_rows == 0
+    found = whole(insert(*new), delete(row=new))
+    assert (found.rows.num_rows, found.gone["id"].to_pylist()) == (0, [2])
+
+
+@pytest.mark.parametrize("x", ["NaN", "1.5", None])
+@pytest.mark.parametrize("numbers", ["{1,NULL}", "{{1}}", None])
+def test_a_row_is_known_again_whatever_its_values(x: str | None, numbers: str | None) -> None:
+    found = whole(insert("1", "a", x, numbers), update(["2", "b", x, numbers], row=["1", "a", x, numbers]))
+    found_again = whole(insert("1", "a", x, numbers), delete(row=["1", "a", x, numbers]))
+    assert (found.rows["id"].to_pylist(), found.gone["id"].to_pylist()) == ([2], [1])
+    assert (found_again.rows.num_rows, found_again.gone["id"].to_pylist()) == (0, [1])
+
+
 def test_a_value_without_a_home_keeps_its_text_wherever_it_was_sent() -> None:
     row = ["1", "a", "n", "doc", "NaN"]
     changes = [insert(*row), update(["1", "b", "n", ..., "NaN"], key=["1", "a", None, None, None])]
