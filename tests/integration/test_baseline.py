@@ -20,7 +20,7 @@ from millstream.errors import SourceUnavailable
 from millstream.observe import Event
 from millstream.sources import read_chunk, take_snapshot
 from millstream.sources.base import SnapshotPlan
-from millstream.sources.postgres import chunks
+from millstream.sources.postgres import chunks, snapshot
 from millstream.sources.postgres.catalog import relations
 from millstream.targets.files import directory_of
 from tests.fixtures.baselines import NAMES, TABLES, change, differing, rows_read, write
@@ -157,11 +157,11 @@ def test_a_snapshot_has_what_lies_before_its_position_and_nothing_else(database:
         for _ in range(rounds):
             with writing(database):
                 database.await_true("SELECT count(*) > 50 FROM item")
-                with closing(take_snapshot(source_spec(database), lambda _: None)) as snapshot:
-                    seen = ids_in(database, snapshot.plan)
+                with closing(take_snapshot(source_spec(database), lambda _: None)) as taken:
+                    seen = ids_in(database, taken.plan)
             driver.catch_up()
             assert len(seen) == len(set(seen)) > 0
-            assert set(seen) == alive_at(driver, snapshot.plan.position)
+            assert set(seen) == alive_at(driver, taken.plan.position)
             database.sql("DELETE FROM item")
 
 
@@ -170,11 +170,11 @@ def test_a_table_that_is_rewritten_while_it_is_read_starts_again(database: Datab
     write(database, 1, 100)
     with (
         drive(database, tmp_path),
-        closing(take_snapshot(source_spec(database), lambda _: None)) as snapshot,
+        closing(take_snapshot(source_spec(database), lambda _: None)) as taken,
     ):
         database.sql("ALTER TABLE item ALTER flag TYPE int USING flag::int")
         with pytest.raises(SourceUnavailable, match=r"public\.item was rewritten or replaced"):
-            ids_in(database, snapshot.plan)
+            ids_in(database, taken.plan)
 
 
 def test_who_is_waited_for_is_said_and_the_wait_has_an_end(database: Database, tmp_path: Path) -> None:
@@ -188,3 +188,40 @@ def test_who_is_waited_for_is_said_and_the_wait_has_an_end(database: Database, t
             take_snapshot(spec, said.append)
     assert any(f"process {pid}" in message for message in said)
     database.await_true("SELECT count(*) = 0 FROM pg_replication_slots WHERE temporary")
+
+
+def taken_while(database: Database, monkeypatch: pytest.MonkeyPatch, statements: str) -> SnapshotPlan:
+    """The plan of a snapshot; the statements are run when it is exported and nothing was looked at yet."""
+
+    def barrier(*_: object) -> None:
+        database.sql(statements)
+
+    monkeypatch.setattr(snapshot, "_await_barrier", barrier)
+    with closing(take_snapshot(source_spec(database), lambda _: None)) as taken:
+        ids_in(database, taken.plan)
+        return taken.plan
+
+
+def test_a_table_that_is_rewritten_before_it_is_planned_starts_again(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database.sql(TABLES)
+    write(database, 1, 100)
+    with (
+        drive(database, tmp_path),
+        pytest.raises(SourceUnavailable, match=r"public\.item was rewritten or replaced"),
+    ):
+        taken_while(database, monkeypatch, "ALTER TABLE item ALTER flag TYPE int USING flag::int")
+
+
+def test_a_table_that_joins_the_publication_after_the_snapshot_waits_for_the_next(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was written to it in between is neither in the snapshot nor in the log."""
+    database.sql(TABLES)
+    late = f"CREATE TABLE late (id int PRIMARY KEY); INSERT INTO late VALUES (1); ALTER PUBLICATION {database.name} ADD"
+    with drive(database, tmp_path):
+        with pytest.raises(SourceUnavailable, match="1 tables are not in the publication yet"):
+            taken_while(database, monkeypatch, f"{late} TABLE late")
+        plan = taken_while(database, monkeypatch, "SELECT 1")
+    assert "late" in {chunk.relation.name for chunk in plan.chunks}

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,6 +16,7 @@ from millstream.cli.app import app
 from millstream.engine.home import Home
 from millstream.model import Column, Cursor, Op, Relation
 from millstream.sources.base import CAPTURED, Block
+from millstream.state.base import EpochRecord
 from tests.fixtures.journals import Journal, shop_table
 from tests.fixtures.tuples import OID, delete, update
 
@@ -182,6 +184,9 @@ def test_rebase_says_what_it_would_do_and_does_it_only_when_confirmed(home: Home
     store.save_cursor(Cursor("shop", "spare", "j1", 1, 90, 1108))
     store.put_stream("beside", {"name": "beside", "source": {"name": "shop"}, "commit": "all"})
     store.save_cursor(Cursor("beside", "log", "j1", 1, 3, 1150))
+    # A baseline brought it further than its cursor; the next one, of the other target, never came.
+    store.open_epoch(EpochRecord("beside", "log", 1, "j1", 3, 1180, "baseline", datetime.now(UTC)))
+    store.open_epoch(EpochRecord("shop", "spare", 2, "j1", 90, 1190, "baseline", datetime.now(UTC)))
     store.put_stream("elsewhere", {"name": "elsewhere", "source": {"name": "other"}, "commit": "all"})
     store.save_cursor(Cursor("elsewhere", "log", "j2", 1, 900, 1))
     store.close()
@@ -194,7 +199,7 @@ def test_rebase_says_what_it_would_do_and_does_it_only_when_confirmed(home: Home
     assert done.exit_code == 0
     plan = json.loads(done.stdout)
     assert (plan["first_seq"], plan["incarnation"], plan["start_position"]) == (91, 2, 1108)
-    assert plan["cursors"] == {"beside/log": 1150, "shop/log": 1208, "shop/spare": 1108}
+    assert plan["cursors"] == {"beside/log": 1180, "shop/log": 1208, "shop/spare": 1108}
     assert not home.journal_path("shop").exists()
 
 

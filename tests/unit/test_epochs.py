@@ -132,3 +132,20 @@ def test_a_target_whose_next_change_was_pruned_halts_and_says_what_to_do() -> No
     with pytest.raises(OutOfRange, match="after seq 50, but the journal begins at 52") as refused:
         decide(replace(RUNNING, first_seq=52))
     assert "new target" in (refused.value.hint or "")
+
+
+BASELINE = replace(epoch(3, start=70, after=5000), reason="baseline")
+
+
+def test_changes_begin_after_the_baseline_that_the_target_has() -> None:
+    now = replace(NEW, epoch=BASELINE, target=own(70, epoch=3))
+    assert decide(now) == Decision(3, 70, 5000, None)
+
+
+def test_without_the_rows_of_a_baseline_the_changes_begin_at_the_first_there_is() -> None:
+    """The stream was killed in its baseline, and then made one of changes alone."""
+    assert decide(replace(NEW, epoch=BASELINE)) == Decision(4, 0, None, "the baseline did not come to its end")
+    emptied = replace(NEW, epoch=BASELINE, saved=saved(70, epoch=3))
+    assert decide(emptied) == Decision(4, 0, None, "the target is empty")
+    with pytest.raises(OutOfRange, match="no longer holds all of it"):
+        decide(replace(emptied, first_seq=10))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -155,3 +156,13 @@ def test_unknown_options_are_refused() -> None:
     spec = TargetSpec("log", "files", BatchLimits(1, 1, 1), options={"path": "x", "formt": "parquet"})
     with pytest.raises(ValidationError, match="formt"):
         open_target(spec)
+
+
+def test_a_directory_without_a_commit_is_taken_over_by_a_state_that_knows_less(tmp_path: Path) -> None:
+    target = opened(tmp_path)
+    target.open(replace(CONTEXT, epoch=5, run_id="run-5"))
+    target.open(replace(CONTEXT, run_id="run-6"))
+    publish(target, 1, 3)
+    target.open(replace(CONTEXT, epoch=5, run_id="run-7"))
+    with pytest.raises(TargetRefused, match="epoch 5 has taken over"):
+        target.open(replace(CONTEXT, run_id="run-8"))

@@ -18,7 +18,7 @@ from millstream.errors import MissingBase, TargetRefused, TargetUnavailable
 from millstream.model import SeqRange
 from millstream.targets.base import Part
 from millstream.targets.lanes import runs
-from tests.fixtures.copies import Copy
+from tests.fixtures.copies import CONTEXT, Copy
 from tests.fixtures.histories import History
 from tests.fixtures.journals import shop_table
 from tests.fixtures.tuples import OID, delete, insert, journal_rows, relation, truncate, update
@@ -178,6 +178,15 @@ def test_a_changelog_has_every_change(tmp_path: Path, kind: str) -> None:
         (2, "y", None, "u", 2, '{"id":1,"a":null,"doc":null}', '["doc"]', 0),
         (None, None, None, "t", 3, None, "[]", 1),
     ]
+
+
+def test_a_copy_without_a_row_is_taken_over_by_a_state_that_knows_less(copy: Copy) -> None:
+    copy.target.open(replace(CONTEXT, epoch=5, run_id="run-5"))
+    copy.target.open(replace(CONTEXT, run_id="run-6"))
+    copy.deliver((THINGS, [insert("1", "x", "d")]))
+    copy.target.open(replace(CONTEXT, epoch=5, run_id="run-7"))
+    with pytest.raises(TargetRefused, match="epoch 5 has taken over"):
+        copy.target.open(replace(CONTEXT, run_id="run-8"))
 
 
 def test_a_table_that_was_there_is_taken_over_with_its_rows(copy: Copy) -> None:

@@ -15,6 +15,9 @@ from millstream.model import Cursor
 from millstream.state.base import EpochRecord
 from millstream.targets.base import TargetCursor
 
+BASELINE = "baseline"
+"""The reason of an epoch that begins after a baseline."""
+
 
 @dataclass(frozen=True)
 class Situation:
@@ -98,7 +101,13 @@ def _truth(now: Situation, epoch: EpochRecord | None) -> _Truth:
 
 def _beginning(now: Situation, epoch: EpochRecord | None) -> _Truth:
     """The target has nothing: begin where the first epoch does, or all over if it had something once."""
-    lost = now.saved is not None and epoch is not None and now.saved.seq > epoch.start_seq
+    if epoch is not None and epoch.reason == BASELINE:
+        # It is after rows that never came, or that are gone: what a stream without baselines can have is the changes.
+        if now.saved is None or now.saved.epoch != epoch.epoch:
+            return _Truth(now.first_seq - 1, None, "the baseline did not come to its end")
+        lost = True
+    else:
+        lost = now.saved is not None and epoch is not None and now.saved.seq > epoch.start_seq
     if epoch is not None and not lost:
         return _Truth(epoch.start_seq, epoch.after_position)
     if not lost:

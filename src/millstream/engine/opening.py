@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from uuid import uuid4
 
-from millstream.engine.epochs import Decision, Situation, decide
-from millstream.errors import JournalMismatch
+from millstream.engine.epochs import BASELINE, Decision, Situation, decide
+from millstream.errors import JournalMismatch, TargetUnavailable
 from millstream.failpoint import failpoint
 from millstream.journal import Cut, JournalReader, check_cursor, open_slice
 from millstream.journal.format import Header
@@ -112,11 +112,17 @@ class Opening:
         return self._target.capabilities.keeps_cursor and self._target.cursor() is None
 
     def begin(self) -> Beginning:
-        """Open a target that has nothing in a new epoch, and remove what an earlier try of a baseline left there."""
+        """Open a target that has nothing in a new epoch, and remove what an earlier try of a baseline left there.
+
+        Raises TargetUnavailable when it turns out to have something: it is opened as it is then.
+        """
         header, head = self._journal.header(), self._journal.head()
         current, saved = self._store.current_epoch(self._stream, self._name), self._saved()
         epoch = max(current.epoch if current else 0, saved.epoch if saved else 0) + 1
         self._open_target(header, epoch)
+        if self._target.cursor() is not None:
+            # Only now nobody else can write: a task of a process that was killed may have been at its commit.
+            raise TargetUnavailable("the target got a baseline from an earlier run just now")
         self._target.recover(None)
         seq = header.first_seq - 1 if head is None else head.seq
         position = self.cut(seq).resume_position if seq >= header.first_seq else header.start_position
@@ -124,7 +130,7 @@ class Opening:
 
     def record_baseline(self, begun: Beginning, snapshot_position: int) -> None:
         """Write down where changes go on after the baseline, before the target can have it: no change comes twice."""
-        self._open_epoch(begun.header, Decision(begun.epoch, begun.seq, snapshot_position, "baseline"))
+        self._open_epoch(begun.header, Decision(begun.epoch, begun.seq, snapshot_position, BASELINE))
 
     def save_baseline(self, begun: Beginning, tallies: Sequence[Tally]) -> None:
         """The target has the baseline: its cursor, and what came with it."""

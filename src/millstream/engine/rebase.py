@@ -127,7 +127,9 @@ def _plan(home: Home, store: StateStore, stream: str) -> RebaseRequest:
     last_seq, incarnation = _old_journal(home.journal_path(source))
     # With `commit: all` an acknowledgement covers every target, also where it went beyond the last row.
     acked = {name: (store.get_ack(source) or 0) if one["commit"] == "all" else 0 for name, one in sharing.items()}
-    positions = {(one.stream, one.target): max(one.position, acked[one.stream]) for one in cursors}
+    positions = {
+        (one.stream, one.target): max(one.position, acked[one.stream], _left_out(store, one)) for one in cursors
+    }
     return RebaseRequest(
         stream=stream,
         source=source,
@@ -136,6 +138,12 @@ def _plan(home: Home, store: StateStore, stream: str) -> RebaseRequest:
         start_position=min(positions.values()),
         cursors=tuple((name, target, position) for (name, target), position in positions.items()),
     )
+
+
+def _left_out(store: StateStore, cursor: Cursor) -> int:
+    """Up to where a target has all changes because a baseline brought them, however far its cursor is."""
+    epoch = store.current_epoch(cursor.stream, cursor.target)
+    return (epoch.after_position or 0) if epoch is not None and epoch.epoch == cursor.epoch else 0
 
 
 def _old_journal(path: Path) -> tuple[int, int]:

@@ -204,7 +204,8 @@ class FilesTarget:
 
     def _take_over(self, context: TargetContext) -> None:
         owner = self._owner()
-        if owner and owner["epoch"] > context.epoch:
+        # Where nothing was published yet, a state that knows less (it was lost) does no harm.
+        if owner and owner["epoch"] > context.epoch and self._read_cursor() is not None:
             raise self._fenced(context.epoch, owner)
         _write_whole(
             self._own / "owner.json",

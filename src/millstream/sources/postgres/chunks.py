@@ -6,7 +6,7 @@ Ranges of ctid hold within one snapshot only (rows move), so chunks are of no us
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -45,8 +45,9 @@ _PUBLISHED = """
     JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = p.tablename
     WHERE p.pubname = ANY (%s)"""
 
+# Their files are those of the snapshot: who was rewritten after it, even before this was asked, has another one.
 _LEAVES = """
-    SELECT t.root, n.nspname, c.relname, c.oid::int8, pg_relation_filenode(c.oid)::int8, pg_relation_size(c.oid)::int8,
+    SELECT t.root, n.nspname, c.relname, c.oid::int8, c.relfilenode::int8, coalesce(pg_relation_size(c.oid), 0)::int8,
         greatest(c.reltuples, 0)::int8, current_setting('block_size')::int8
     FROM (
         SELECT c.oid::int8 AS root, c.oid AS leaf FROM pg_class c
@@ -58,26 +59,27 @@ _LEAVES = """
     WHERE c.relkind = 'r' AND c.relpersistence = 'p' ORDER BY 1, 2, 3"""
 
 
-def plan_chunks(control: Connection, spec: SourceSpec, options: PostgresOptions) -> tuple[tuple[Chunk, ...], int]:
+def plan_chunks(
+    control: Connection, spec: SourceSpec, options: PostgresOptions, snapshot: str, before: Mapping[int, str | None]
+) -> tuple[tuple[Chunk, ...], int]:
     """The chunks of all captured tables, and how many rows they have by the server's own estimate.
 
-    Every table has a chunk, an empty one too: so a target learns of it.
+    Every table has a chunk, an empty one too: so a target learns of it. `before` is what was `published` before the
+    snapshot was asked for: raises SourceUnavailable if that is not what is published now.
     """
-    filters = _published(control, options)
+    filters = published(control, options)
     wanted = [table.relation.oid for table in catalog.select(control, spec.tables).tables]
-    missing = [oid for oid in wanted if oid not in filters]
+    missing = [oid for oid in wanted if oid not in filters or oid not in before or filters[oid] != before[oid]]
     if missing:
         raise SourceUnavailable(f"{len(missing)} tables are not in the publication yet")
     described = catalog.tables_by_oid(control, wanted, options.publications)
     relations = {table.relation.oid: replace(table.relation, types=options.types.chosen) for table in described}
-    with translated("planning the snapshot"):
+    with translated("planning the snapshot"), control.transaction():
+        control.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+        control.execute(f"SET TRANSACTION SNAPSHOT {literal(snapshot)}".encode())
         leaves = control.execute(_LEAVES.encode(), {"oids": wanted}).fetchall()
-    chunks = [
-        chunk
-        for leaf in leaves
-        for chunk in _chunks_of(relations[leaf[0]], leaf, filters[leaf[0]])
-        if leaf[0] in relations
-    ]
+    present = [leaf for leaf in leaves if leaf[0] in relations]
+    chunks = [chunk for leaf in present for chunk in _chunks_of(relations[leaf[0]], leaf, filters[leaf[0]])]
     return tuple(chunks), sum(int(leaf[6]) for leaf in leaves)
 
 
@@ -103,7 +105,7 @@ def read_chunk(spec: SourceSpec, plan: SnapshotPlan, chunk: Chunk) -> Iterator[p
             raise SourceHalted(f"reading {chunk.relation.table}: {refused}", hint=hint) from None
 
 
-def _published(control: Connection, options: PostgresOptions) -> dict[int, str | None]:
+def published(control: Connection, options: PostgresOptions) -> dict[int, str | None]:
     """The tables of our publications, and which of their rows are published."""
     filters = "p.rowfilter" if control.info.server_version >= 150000 else "NULL"
     with translated("reading the publications"):

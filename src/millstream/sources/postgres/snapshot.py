@@ -2,6 +2,8 @@
 
 The steps, in this order (the publication is committed before):
 
+0. Which tables are published is read **first**: a table that joins later has changes, of transactions that are
+   open then, which neither the snapshot nor the log has. It waits for the next snapshot.
 1. A **temporary slot** with an exported snapshot, on a connection of its own. The server waits for every open
    transaction first. A change is in the snapshot if and only if its commit lies before the slot's consistent
    point; that is the plan's position.
@@ -25,7 +27,7 @@ from millstream.errors import SourceHalted, SourceUnavailable
 from millstream.failpoint import failpoint
 from millstream.model import SourceSpec
 from millstream.sources.base import SnapshotPlan
-from millstream.sources.postgres.chunks import plan_chunks
+from millstream.sources.postgres.chunks import plan_chunks, published
 from millstream.sources.postgres.connection import (
     Connection,
     command,
@@ -54,6 +56,7 @@ class HeldSnapshot:
         self._stack = ExitStack()
         try:
             control = self._stack.enter_context(connect(spec, options))
+            before = published(control, options)
             exporter = connect_replication(spec, options)
             self._stack.callback(_let_go, exporter)
             name, position = _export(control, exporter, options, on_wait)
@@ -62,7 +65,7 @@ class HeldSnapshot:
             self._stack.callback(reader.finish)
             _await_barrier(control, _running_in(reader, name), on_wait)
             failpoint("snapshot.barrier_passed")
-            chunks, rows = plan_chunks(control, spec, options)
+            chunks, rows = plan_chunks(control, spec, options, name, before)
             self.plan = SnapshotPlan(position, datetime.now(UTC), name, chunks, rows)
         except BaseException:
             self.close()

@@ -148,10 +148,10 @@ class LaneTarget:
 
 
 def _take_over(db: Database, context: TargetContext) -> None:
-    """From here on only this run may write; lower epochs are refused."""
+    """From here on only this run may write; lower epochs are refused, once there is something to protect."""
     cursors, owner = db.own("cursors"), (context.stream, context.target)
     taken = db.run(
-        f"UPDATE {cursors} SET epoch = ?, run = ? WHERE stream = ? AND target = ? AND epoch <= ?",
+        f"UPDATE {cursors} SET epoch = ?, run = ? WHERE stream = ? AND target = ? AND (epoch <= ? OR seq IS NULL)",
         (context.epoch, context.run_id, *owner, context.epoch),
     )
     if taken:
