@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -32,57 +33,60 @@ OTHERS = (
     *("engine.request_done", "engine.patterns_saved"),
 )
 
-Start = Callable[..., subprocess.Popen[str]]
+
+@dataclass
+class Managing:
+    """Has things done to the home by other processes."""
+
+    server: subprocess.Popen[str]
+    home: Path
+    started: list[int] = field(default_factory=list)
+
+    def start(self, *do: str, at: str | None = None) -> int:
+        """A process that does this, to be killed at a failpoint. Returns its pid."""
+        self.started.append(self._ask({"home": str(self.home), "at": at, "do": do}))
+        return self.started[-1]
+
+    def end_of(self, pid: int) -> int:
+        """Its exit code, once it has ended."""
+        self.started.remove(pid)
+        return self._ask({"await": pid})
+
+    def kill_at(self, step: str, *do: str) -> None:
+        assert self.end_of(self.start(*do, at=step)) == -signal.SIGKILL, step
+
+    def close(self) -> None:
+        for pid in list(self.started):
+            os.kill(pid, signal.SIGTERM)
+            self.end_of(pid)
+
+    def _ask(self, what: dict[str, object]) -> int:
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        self.server.stdin.write(json.dumps(what) + "\n")
+        self.server.stdin.flush()
+        return int(self.server.stdout.readline())
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    """Forks the processes: it imports everything once."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.fixtures.managing"],
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    yield process
+    process.communicate(timeout=30)
 
 
 @pytest.fixture
-def managing(tmp_path: Path) -> Iterator[Start]:
-    """Starts processes that manage the home, to be killed at a failpoint."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(*arguments: str, at: str = "") -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fixtures.managing", str(tmp_path / "home"), *arguments],
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "MILLSTREAM_FAILPOINT": at},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.communicate(timeout=30)  # the end of its input: an engine then stops what it started
-
-
-@pytest.fixture
-def kill_at(managing: Start) -> Callable[..., None]:
-    """Has something done by a process that is killed at a failpoint on the way."""
-    server = managing("serve")
-    assert server.stdin is not None
-    assert server.stdout is not None
-    asking, answers = server.stdin, server.stdout
-
-    def kill(step: str, *do: str) -> None:
-        asking.write(json.dumps({"at": step, "do": do}) + "\n")
-        asking.flush()
-        assert int(answers.readline()) == -signal.SIGKILL, step
-
-    return kill
-
-
-def killed(process: subprocess.Popen[str]) -> bool:
-    process.wait(30)
-    return process.returncode == -signal.SIGKILL
-
-
-def running(managing: Start, at: str = "") -> subprocess.Popen[str]:
-    process = managing("run", at=at)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "running\n"
-    return process
+def managing(tmp_path: Path, server: subprocess.Popen[str]) -> Iterator[Managing]:
+    made = Managing(server, tmp_path / "home")
+    yield made
+    made.close()
 
 
 def test_every_step_of_the_engine_is_killed_here() -> None:
@@ -90,7 +94,7 @@ def test_every_step_of_the_engine_is_killed_here() -> None:
 
 
 def test_a_deletion_that_was_killed_anywhere_goes_on_with_the_next_command(
-    engine: Engine, script: Script, tmp_path: Path, kill_at: Callable[..., None]
+    engine: Engine, script: Script, tmp_path: Path, managing: Managing
 ) -> None:
     shop = stream(script, tmp_path)
     with engine:
@@ -108,7 +112,7 @@ def test_a_deletion_that_was_killed_anywhere_goes_on_with_the_next_command(
         shutil.copytree(kept, home)
         slot.write_text(kept_slot)
         owner.write_text(kept_owner)
-        kill_at(step, "delete", "shop")
+        managing.kill_at(step, "delete", "shop")
         with pytest.raises(UnknownStream):
             engine.pause("shop")
         assert engine.list_streams() == [], step
@@ -127,36 +131,37 @@ def test_a_deletion_that_was_killed_anywhere_goes_on_with_the_next_command(
 
 
 def test_streams_and_pauses_survive_a_kill_of_the_command_and_of_the_engine(
-    engine: Engine, script: Script, tmp_path: Path, managing: Start, kill_at: Callable[..., None]
+    engine: Engine, script: Script, tmp_path: Path, managing: Managing
 ) -> None:
-    kill_at("engine.stream_saved", "upsert")
+    managing.kill_at("engine.stream_saved", "upsert")
     assert engine.list_streams() == [stream(script, tmp_path)]
-    kill_at("engine.pause_saved", "pause", "shop")
+    managing.kill_at("engine.pause_saved", "pause", "shop")
     assert engine.get_status("shop").state is StreamState.PAUSED
-    kill_at("engine.resume_saved", "resume", "shop")
+    managing.kill_at("engine.resume_saved", "resume", "shop")
     assert engine.get_status("shop").state is StreamState.CREATED
 
     # The engine dies before its first capture.
-    assert killed(managing("run", at="engine.patterns_saved"))
+    managing.kill_at("engine.patterns_saved", "run")
 
     # The engine dies over what it was asked: whoever asked does it himself, and nothing is delivered twice.
-    process = running(managing, at="engine.pause_saved")
+    process = managing.start("run", at="engine.pause_saved")
     engine.await_ready("shop", 20)
     script.insert("public.orders", id=1, note="one")
     await_that(lambda: delivered(tmp_path) == {"public.orders": [(1, "one")]})
     engine.pause("shop")
-    assert killed(process)
+    assert managing.end_of(process) == -signal.SIGKILL
     assert engine.get_status("shop").state is StreamState.PAUSED
-    process = running(managing, at="engine.request_done")
+    process = managing.start("run", at="engine.request_done")
+    await_that(lambda: engine.home.owner() is not None)
     script.insert("public.orders", id=2, note="two")
     engine.resume("shop")
-    assert killed(process)
+    assert managing.end_of(process) == -signal.SIGKILL
     with engine:
         await_that(lambda: delivered(tmp_path) == {"public.orders": [(1, "one"), (2, "two")]})
 
 
 def test_a_replay_that_was_killed_leaves_nothing_out_and_nothing_twice(
-    engine: Engine, script: Script, tmp_path: Path, kill_at: Callable[..., None]
+    engine: Engine, script: Script, tmp_path: Path, managing: Managing
 ) -> None:
     every = {"public.orders": [(id_, "again") for id_ in range(1, 5)]}
     with engine:
@@ -165,7 +170,7 @@ def test_a_replay_that_was_killed_leaves_nothing_out_and_nothing_twice(
         for id_ in range(1, 5):
             script.insert("public.orders", id=id_, note="again")
             await_that(lambda id_=id_: engine.get_status("shop").events_replicated == id_)  # type: ignore[misc]
-    kill_at("files.rewound", "replay", "shop")
+    managing.kill_at("files.rewound", "replay", "shop")
     commits = tmp_path / "shop" / "log" / "_millstream" / "commits"
     assert len(list(commits.iterdir())) == 3, "one batch was taken back, then came the kill"
     with engine:
@@ -177,10 +182,10 @@ def test_a_replay_that_was_killed_leaves_nothing_out_and_nothing_twice(
 
 
 def test_the_command_reaches_a_run_from_another_process(
-    engine: Engine, script: Script, tmp_path: Path, managing: Start
+    engine: Engine, script: Script, tmp_path: Path, managing: Managing
 ) -> None:
     engine.upsert_stream(stream(script, tmp_path))
-    process = managing("command", "run", "--quiet")
+    process = managing.start("command", "run", "--quiet")
     engine.await_ready("shop", 30)
     home = ["--home", str(engine.home.path)]
     began = time.monotonic()
@@ -198,12 +203,14 @@ def test_the_command_reaches_a_run_from_another_process(
     assert "did you mean shop?" in wrong.stderr
     locked = CliRunner().invoke(app, ["run", *home])
     assert locked.exit_code == 1
-    assert f"in use by process {process.pid} on" in locked.stderr
+    assert f"in use by process {process} on" in locked.stderr
     for name, source in (("shop", "in use by bank"), ("bank", "removed")):
         done = CliRunner().invoke(app, ["delete", name, "--json", *home])
         assert json.loads(done.stdout) == {"stream": name, "source": source, "targets": {"log": "released"}}
     assert engine.list_streams() == []
     assert script.confirmed("main") is None
-    assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 0
+    owner = engine.home.owner()
+    assert owner is not None, "it goes on without a stream"
+    assert owner.pid == process
+    os.kill(process, signal.SIGTERM)
+    assert managing.end_of(process) == 0
