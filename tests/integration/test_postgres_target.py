@@ -124,7 +124,7 @@ class Trader:
         return self._dice.choice(["NULL", "'short'", f"repeat(md5('{self._dice.random()}'), 200)"])
 
 
-HISTORIES = int(os.environ.get("MILLSTREAM_HISTORIES", "3"))
+HISTORIES = int(os.environ.get("MILLSTREAM_HISTORIES", "2"))
 """How many random histories are tried; `make histories` tries more."""
 
 

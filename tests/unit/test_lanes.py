@@ -221,6 +221,13 @@ def test_a_table_dropped_under_us_stops_the_target(copy: Copy) -> None:
         copy.deliver((THINGS, [insert("2", "x", "d")]))
 
 
+def test_a_file_that_the_driver_made_and_a_task_does_not_see_is_not_made_again(copy: Copy) -> None:
+    copy.path.unlink()
+    with pytest.raises(TargetUnavailable, match="does not see"):
+        copy.deliver((THINGS, [insert("1", "x", "d")]))
+    assert not copy.path.exists()
+
+
 def test_a_mirror_does_not_become_a_changelog(copy: Copy) -> None:
     copy.deliver((THINGS, [insert("1", "x", "d")]))
     other = Copy(copy.path, copy.kind, write="changelog")

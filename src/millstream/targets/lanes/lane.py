@@ -7,10 +7,11 @@ a task, a process that was given up) does no harm, and what is committed is the 
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from millstream.errors import TargetRefused
+from millstream.errors import TargetRefused, TargetUnavailable
 from millstream.failpoint import failpoint
 from millstream.model import Relation, SeqRange
 from millstream.targets.base import (
@@ -42,7 +43,14 @@ class SqlLane:
     context: TargetContext
 
     def deliver(self, batch: LaneBatch) -> bool:
-        with self.database(self.options) as db:
+        opening = self.database(self.options)
+        if not opening.is_there():
+            # Opening it would make another one, which nobody looks at.
+            raise TargetUnavailable(
+                f"the executor on {socket.gethostname()} does not see {opening.where}, which the driver has made",
+                hint="a file must be on storage that the driver and every worker share",
+            )
+        with opening as db:
             with db.transaction():
                 if not _claim(db, self.context, batch.range, batch.end_position):
                     return False

@@ -86,14 +86,19 @@ _idle: dict[tuple[str, str | None], list[Session]] = {}
 
 def take(uri: str, auth_ref: str | None) -> Session:
     """A session that nobody uses, or a new one."""
-    idle = _idle.get((uri, auth_ref), [])
-    while idle:
-        session = idle.pop()
+    while (session := _pop(uri, auth_ref)) is not None:
         if _is_alive(session.connection):
             session.used_before = bool(session.known)
             return session
         session.connection.close()
     return _connect(uri, auth_ref)
+
+
+def _pop(uri: str, auth_ref: str | None) -> Session | None:
+    try:
+        return _idle[uri, auth_ref].pop()
+    except (KeyError, IndexError):
+        return None
 
 
 def give_back(uri: str, auth_ref: str | None, session: Session) -> None:
@@ -111,8 +116,9 @@ def _is_alive(connection: Connection) -> bool:
     """Whether the server has not gone since: an idle connection that has something to read was closed."""
     if connection.closed:
         return False
-    readable, _, _ = select.select([connection.fileno()], [], [], 0)
-    return not readable
+    waiting = select.poll()
+    waiting.register(connection.fileno(), select.POLLIN)
+    return not waiting.poll(0)
 
 
 def _connect(uri: str, auth_ref: str | None) -> Session:
