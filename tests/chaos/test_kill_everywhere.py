@@ -38,6 +38,13 @@ ELSEWHERE = {
     ),
     # The chaos stream delivers to files.
     **dict.fromkeys(
+        (
+            *("delta.read", "delta.table_committed", "delta.baseline_part_committed", "delta.written"),
+            "delta.committed",
+        ),
+        "tests/integration/test_delta.py",
+    ),
+    **dict.fromkeys(
         ("lane.opened", "lane.claimed", "lane.written", "lane.committed"), "tests/integration/test_delivery_kills.py"
     ),
     # Only a capture that is far behind comes here.

@@ -22,7 +22,7 @@ from millstream.sources import read_chunk, take_snapshot
 from millstream.sources.base import SnapshotPlan
 from millstream.sources.postgres import chunks, snapshot
 from millstream.sources.postgres.catalog import relations
-from millstream.targets.files import directory_of
+from millstream.targets.directory import directory_of
 from tests.fixtures.baselines import NAMES, TABLES, change, differing, rows_read, write
 from tests.fixtures.capture import Driver, drive, source_spec
 from tests.fixtures.postgres import Database

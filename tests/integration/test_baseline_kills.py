@@ -21,7 +21,7 @@ import pytest
 import millstream
 from millstream.journal import JournalReader
 from millstream.model import Relation
-from millstream.targets.files import directory_of
+from millstream.targets.directory import directory_of
 from tests.fixtures.baselines import NAMES, TABLES, change, differing, rows_read, write
 from tests.fixtures.capture import Captured, captured
 from tests.fixtures.postgres import Database

@@ -27,6 +27,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "A batch": BatchKeys,
     "Files": options_model(TARGETS["files"].options),
     "Postgres as a target": options_model(TARGETS["postgres"].options),
+    "Delta": options_model(TARGETS["delta"].options),
     "DuckDB": options_model(TARGETS["duckdb"].options),
     "SQLite": options_model(TARGETS["sqlite"].options),
 }
@@ -45,7 +46,7 @@ def test_each_known_key_is_documented_and_each_documented_key_is_known(section: 
 
 
 def test_every_kind_has_a_section() -> None:
-    assert (set(SOURCES), set(TARGETS)) == ({"postgres"}, {"files", "duckdb", "postgres", "sqlite"})
+    assert (set(SOURCES), set(TARGETS)) == ({"postgres"}, {"files", "delta", "duckdb", "postgres", "sqlite"})
 
 
 @pytest.mark.parametrize("section", SECTIONS)

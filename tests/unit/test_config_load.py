@@ -223,8 +223,8 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(problems: Callable[.
         ),
         (
             "kind: files",
-            "kind: delta, mirror: true",
-            f"8:23: targets[0].kind: `delta` is not available in this version; available: {', '.join(TARGETS)}",
+            "kind: iceberg, mirror: true",
+            f"8:23: targets[0].kind: `iceberg` is not available in this version; available: {', '.join(TARGETS)}",
         ),
         (
             "kind: files",

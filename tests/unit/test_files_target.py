@@ -15,9 +15,10 @@ from pydantic import ValidationError
 from millstream.changelog import assemble, schema
 from millstream.errors import TargetRefused, TargetUnavailable
 from millstream.model import BatchLimits, Relation, SeqRange, TargetSpec
-from millstream.targets import files, open_target
+from millstream.targets import directory, files, open_target
 from millstream.targets.base import Attempt, TargetContext
-from millstream.targets.files import FilesOptions, FilesTarget, directory_of
+from millstream.targets.directory import directory_of
+from millstream.targets.files import FilesOptions, FilesTarget
 from tests.fixtures.journals import shop_table
 from tests.fixtures.tuples import OID, insert, journal_rows
 
@@ -115,7 +116,7 @@ def test_a_try_that_failed_after_renaming_leaves_no_second_copy(
 ) -> None:
     target = opened(tmp_path)
     with monkeypatch.context() as broken:
-        broken.setattr(files, "_write_whole", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        broken.setattr(directory, "write_whole", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
         with pytest.raises(TargetUnavailable, match="ENOSPC"):
             publish(target, 1, 4)
     stager = target.stager()

@@ -56,6 +56,7 @@ SOURCES = {
 }
 SOURCES_LATER = ("mysql", "mariadb", "sqlite", "kafka", "nats", "kinesis", "archive", "fanout", "base", "mongodb")
 
+LAKE_LIMITS = BatchLimits(max_ms=10_000, max_bytes=64 << 20, max_events=MAX_EVENTS)
 DATABASE_LIMITS = BatchLimits(max_ms=200, max_bytes=64 << 20, max_events=MAX_EVENTS)
 
 TARGETS = {
@@ -64,6 +65,7 @@ TARGETS = {
         BatchLimits(max_ms=5_000, max_bytes=16 << 20, max_events=MAX_EVENTS),
         choices={"format": Choices(now=("parquet",), later=("json", "jsonl", "avro", "arrow", "protobuf"))},
     ),
+    "delta": TargetKind("millstream.targets.delta:DeltaOptions", LAKE_LIMITS, choices={}),
     "duckdb": TargetKind("millstream.targets.duckdb:DuckdbOptions", DATABASE_LIMITS, choices={}),
     "postgres": TargetKind(
         "millstream.targets.postgres_options:PostgresTargetOptions",
@@ -77,7 +79,7 @@ MIRRORS = ("duckdb", "postgres", "sqlite")
 """Kinds that keep tables equal to the source's, unless they are told `write: changelog`."""
 
 TARGETS_LATER = (
-    *("delta", "iceberg", "mysql", "mariadb", "clickhouse", "kafka", "nats", "redis"),
+    *("iceberg", "mysql", "mariadb", "clickhouse", "kafka", "nats", "redis"),
     *("http", "queue", "memory", "fanout", "turbopuffer", "grpc", "base"),
 )
 

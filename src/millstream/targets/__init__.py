@@ -13,6 +13,10 @@ def open_target(spec: TargetSpec) -> Target:
         from millstream.targets.files import FilesOptions, FilesTarget
 
         return FilesTarget(FilesOptions.model_validate(dict(spec.options)))
+    if spec.kind == "delta":
+        from millstream.targets.delta import DeltaOptions, DeltaTarget
+
+        return DeltaTarget(DeltaOptions.model_validate(dict(spec.options)))
     if spec.kind == "duckdb":
         from millstream.targets.duckdb import DuckdbOptions, DuckdbTarget
 

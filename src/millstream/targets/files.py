@@ -16,38 +16,38 @@ few milliseconds earlier and, after a crash, what the next `recover` takes away 
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import hashlib
-import json
 import os
 import re
 import shutil
 import socket
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
-from urllib.parse import quote
+from typing import Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field
 
-from millstream.errors import TargetError, TargetRefused, TargetUnavailable
+from millstream.errors import TargetRefused, TargetUnavailable
 from millstream.failpoint import failpoint
 from millstream.model import Json, Relation, SeqRange
 from millstream.targets.base import ASKING, Attempt, Capabilities, Delivery, Receipt, TargetContext, TargetCursor
+from millstream.targets.directory import (
+    OWN,
+    OwnDirectory,
+    as_target_errors,
+    directory_of,
+    make_directory,
+    read_json,
+    sync_directory,
+)
 
 GROUP_ROWS = 131_072
 GROUP_BYTES = 32 << 20
 """A row group is written when either is reached: the most a task holds of a file."""
 
-_OWN = "_millstream"
 _NAME = re.compile(r"(\d{6})-(\d{20})-(\d{20})-(\d{6,})(-r\d+)?\.parquet")
-_PERMANENT = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
 
 
 class FilesOptions(BaseModel):
@@ -76,20 +76,16 @@ class FilesTarget:
     def __init__(self, options: FilesOptions) -> None:
         self._options = options
         self._root = options.path.absolute()
-        self._own = self._root / _OWN
+        self._own = self._root / OWN
+        self._directory = OwnDirectory(self._root)
         self._context: TargetContext | None = None
         self._cursor: TargetCursor | None = None
         self._unsettled: list[Path] = []
 
     def open(self, context: TargetContext) -> None:
-        with _as_target_errors(self._root):
-            for directory in (self._own / "commits", self._own / "staging"):
-                _make_directory(directory)
-            with self._locked():
-                self._check_ours(context)
-                if context.epoch != ASKING:
-                    self._take_over(context)
-                self._cursor = self._read_cursor()
+        with as_target_errors(self._root):
+            make_directory(self._own / "staging")
+            self._cursor = self._directory.open(context)
         self._context = context
 
     def cursor(self) -> TargetCursor | None:
@@ -97,11 +93,11 @@ class FilesTarget:
 
     def recover(self, cursor: TargetCursor | None) -> None:
         """Remove other runs' staging, and files of batches whose commit was never written."""
-        run = self._opened().run_id
-        with _as_target_errors(self._root), self._locked():
-            self._check_owner()
+        context = self._opened()
+        with as_target_errors(self._root), self._directory.locked():
+            self._directory.check_owner(context)
             for entry in list(os.scandir(self._own / "staging")):
-                if entry.name != run:
+                if entry.name != context.run_id:
                     shutil.rmtree(entry.path)
             for leftover in list((self._own / "commits").glob("*.tmp")):
                 leftover.unlink()
@@ -117,15 +113,15 @@ class FilesTarget:
 
     def publish(self, range: SeqRange, end_position: int, receipts: Sequence[Receipt]) -> None:
         context = self._opened()
-        with _as_target_errors(self._root), self._locked():
-            self._check_owner()
+        with as_target_errors(self._root), self._directory.locked():
+            self._directory.check_owner(context)
             if self._cursor is not None and range.end <= self._cursor.seq:
                 return
-            self._check_follows(range)
+            self._directory.check_follows(context, self._cursor, range)
             self._remove_unsettled()
             self._put_in_place(receipts)
             failpoint("files.renamed")
-            self._write_commit(range, end_position, receipts)
+            self._directory.write_commit(context, range, end_position, _listed(receipts))
             self._unsettled = []
             self._cursor = TargetCursor(context.journal_id, context.epoch, range.end, end_position)
             failpoint("files.commit_written")
@@ -133,158 +129,53 @@ class FilesTarget:
 
     def release(self, stream: str, target: str) -> None:
         """Leave the files and what lists them; no stream writes into this directory any more."""
-        with _as_target_errors(self._root):
-            if not (self._own / "owner.json").exists():
-                return
-            with self._locked():
-                owner = self._owner() or {}
-                if (owner.get("stream"), owner.get("target")) == (stream, target):
-                    _write_whole(self._own / "owner.json", {**owner, "released": True})
-                    shutil.rmtree(self._own / "staging", ignore_errors=True)
+        with as_target_errors(self._root):
+            if self._directory.release(stream, target):
+                shutil.rmtree(self._own / "staging", ignore_errors=True)
 
     def rewind(self, stream: str, target: str, seq: int, *, look_only: bool = False) -> TargetCursor | None:
         """Batches count by their commit files: those are put aside, and `recover` removes the rest."""
-        with _as_target_errors(self._root):
+        with as_target_errors(self._root):
             commits, aside = self._own / "commits", self._own / "rewound"
             if not commits.is_dir():
                 return None
-            with self._locked():
-                self._check_ours(TargetContext(stream, target, "", "", ASKING, ""))
+            with self._directory.locked():
+                self._directory.check_ours(TargetContext(stream, target, "", "", ASKING, ""))
                 ends = sorted(
                     (entry.name for entry in os.scandir(commits) if entry.name.endswith(".json")), reverse=True
                 )
                 after = [name for name in ends if int(name.removesuffix(".json")) > seq]
                 if not look_only:
-                    _make_directory(aside)
+                    make_directory(aside)
                     for name in after:
                         (commits / name).replace(aside / name)
-                        _sync_directory(commits)
+                        sync_directory(commits)
                         failpoint("files.rewound")
                 left = [name for name in ends if name not in after]
                 if not left:
                     return None
-                commit = _read_json(commits / left[0])
+                commit = read_json(commits / left[0])
                 return TargetCursor(commit["journal_id"], commit["epoch"], commit["end"], commit["position"])
 
     def close(self) -> None:
         self._context = None
-
-    # Ownership
 
     def _opened(self) -> TargetContext:
         if self._context is None:
             raise TargetRefused(f"{self._root} is not open")
         return self._context
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        descriptor = os.open(self._own / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
-
-    def _owner(self) -> Json | None:
-        path = self._own / "owner.json"
-        return _read_json(path) if path.exists() else None
-
-    def _check_ours(self, context: TargetContext) -> None:
-        owner = self._owner()
-        if owner and (owner["stream"], owner["target"]) != (context.stream, context.target):
-            raise TargetRefused(
-                f"{self._root} belongs to target {owner['target']} of stream {owner['stream']}",
-                hint="give each target a directory of its own",
-            )
-        if owner and owner.get("released"):
-            raise TargetRefused(
-                f"{self._root} holds what a stream named {owner['stream']} delivered before it was deleted",
-                hint="give the target an empty directory, or remove this one",
-            )
-
-    def _take_over(self, context: TargetContext) -> None:
-        owner = self._owner()
-        # Where nothing was published yet, a state that knows less (it was lost) does no harm.
-        if owner and owner["epoch"] > context.epoch and self._read_cursor() is not None:
-            raise self._fenced(context.epoch, owner)
-        _write_whole(
-            self._own / "owner.json",
-            {"stream": context.stream, "target": context.target, "epoch": context.epoch, "run": context.run_id},
-        )
-
-    def _check_owner(self) -> None:
-        context = self._opened()
-        owner = self._owner()
-        if owner is None or owner["run"] != context.run_id:
-            raise self._fenced(context.epoch, owner)
-
-    def _fenced(self, epoch: int, owner: Json | None) -> TargetRefused:
-        by = f"epoch {owner['epoch']} has taken over" if owner else "its owner file is gone"
-        return TargetRefused(
-            f"{self._root}: delivery epoch {epoch} may not write any more, {by}",
-            hint="another process delivers this stream; let only one run",
-        )
-
-    # Commits
-
-    def _read_cursor(self) -> TargetCursor | None:
-        last = max((e.name for e in os.scandir(self._own / "commits") if e.name.endswith(".json")), default=None)
-        if last is None:
-            return None
-        commit = _read_json(self._own / "commits" / last)
-        owner = self._owner()
-        epoch = max(commit["epoch"], owner["epoch"] if owner else 0)
-        return TargetCursor(commit["journal_id"], epoch, commit["end"], commit["position"])
-
-    def _check_follows(self, range: SeqRange) -> None:
-        last = self._cursor
-        if last is None:
-            return
-        same_journal = last.journal_id == self._opened().journal_id
-        if range.start < last.seq or (same_journal and range.start != last.seq):
-            raise TargetRefused(
-                f"{self._root}: a batch that starts at seq {range.start} does not follow seq {last.seq}",
-                hint="the stream's state and this directory do not belong together",
-            )
-
     def _put_in_place(self, receipts: Sequence[Receipt]) -> None:
         directories = {self._root / receipt.detail["directory"] for receipt in receipts}
         for directory in sorted(directories):
-            _make_directory(directory)
+            make_directory(directory)
         staging = self._own / "staging" / self._opened().run_id
         for receipt in receipts:
             final = self._root / receipt.detail["directory"] / receipt.detail["name"]
             self._unsettled.append(final)
             (staging / receipt.detail["staged"]).replace(final)
         for directory in sorted(directories):
-            _sync_directory(directory)
-
-    def _write_commit(self, range: SeqRange, end_position: int, receipts: Sequence[Receipt]) -> None:
-        context = self._opened()
-        files = [
-            {
-                "path": f"{receipt.detail['directory']}/{receipt.detail['name']}",
-                "table": receipt.table,
-                "relation": receipt.relation,
-                "rows": receipt.rows,
-                "bytes": receipt.bytes,
-                "first_seq": receipt.first_seq,
-                "last_seq": receipt.last_seq,
-            }
-            for receipt in sorted(receipts, key=lambda r: (r.table, r.first_seq))
-        ]
-        commit = {
-            "stream": context.stream,
-            "target": context.target,
-            "journal_id": context.journal_id,
-            "epoch": context.epoch,
-            "start": range.start,
-            "end": range.end,
-            "position": end_position,
-            "committed_at": datetime.now(UTC).isoformat(),
-            "files": files,
-        }
-        _write_whole(self._own / "commits" / f"{range.end:020d}.json", commit)
+            sync_directory(directory)
 
     def _remove_unsettled(self) -> None:
         """What an earlier try of this batch put in place: the next try may cut its files differently."""
@@ -294,12 +185,28 @@ class FilesTarget:
 
     def _uncommitted(self, seq: int | None) -> Iterator[Path]:
         for table in os.scandir(self._root):
-            if table.name == _OWN or not table.is_dir():
+            if table.name == OWN or not table.is_dir():
                 continue
             for entry in list(os.scandir(table.path)):
                 match = _NAME.fullmatch(entry.name)
                 if match and (seq is None or int(match[3]) > seq):
                     yield Path(entry.path)
+
+
+def _listed(receipts: Sequence[Receipt]) -> list[Json]:
+    """The files of a batch as its commit lists them."""
+    return [
+        {
+            "path": f"{receipt.detail['directory']}/{receipt.detail['name']}",
+            "table": receipt.table,
+            "relation": receipt.relation,
+            "rows": receipt.rows,
+            "bytes": receipt.bytes,
+            "first_seq": receipt.first_seq,
+            "last_seq": receipt.last_seq,
+        }
+        for receipt in sorted(receipts, key=lambda r: (r.table, r.first_seq))
+    ]
 
 
 @dataclass(frozen=True)
@@ -318,7 +225,7 @@ class FilesStager:
         first = next(batches, None)
         if first is None:
             return []
-        with _as_target_errors(path):
+        with as_target_errors(path):
             self._make_staging()
             written = self._write(path, first, batches)
         failpoint("files.staged")
@@ -376,73 +283,3 @@ def _groups(first: pa.RecordBatch, rest: Iterable[pa.RecordBatch]) -> Iterator[p
         rows += batch.num_rows
         size += batch.nbytes
     yield pa.Table.from_batches(waiting)
-
-
-def directory_of(relation: Relation) -> str:
-    """`schema.table` as a directory name: other characters percent-encoded, so that two tables never share one."""
-    name = f"{_encoded(relation.schema)}.{_encoded(relation.name)}"
-    if name[0] in "_.":
-        # Spark takes such names for hidden; our own directory begins with one.
-        name = f"%{ord(name[0]):02X}{name[1:]}"
-    if len(name.encode()) > 200:
-        digest = hashlib.sha256(name.encode()).hexdigest()[:16]
-        name = f"{name.encode()[:180].decode(errors='ignore')}~{digest}"
-    return name
-
-
-def _encoded(part: str) -> str:
-    return "".join(c if c.isalnum() or c in "_-" else quote(c, safe="").replace(".", "%2E") for c in part)
-
-
-@contextmanager
-def _as_target_errors(where: Path) -> Iterator[None]:
-    """Turn what the file system says into a target's error: transient unless waiting cannot help."""
-    try:
-        yield
-    except OSError as failed:
-        code = errno.errorcode.get(failed.errno or 0, type(failed).__name__)
-        raise _target_error(failed, f"cannot write {where}: {code}") from failed
-
-
-def _target_error(failed: OSError, message: str) -> TargetError:
-    if failed.errno in _PERMANENT:
-        return TargetRefused(message, hint="check the directory's owner and rights")
-    if failed.errno in (errno.ENOSPC, errno.EDQUOT):
-        return TargetUnavailable(message, hint="make room on this disk; delivery goes on by itself")
-    return TargetUnavailable(message)
-
-
-def _make_directory(path: Path) -> None:
-    """Create a directory and make its name durable, parents included."""
-    if path.is_dir():
-        return
-    _make_directory(path.parent)
-    path.mkdir(exist_ok=True)
-    _sync_directory(path.parent)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_whole(path: Path, value: Json) -> None:
-    """Write a JSON file that is either there whole, durably, or not at all."""
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    _sync_directory(path.parent)
-
-
-def _read_json(path: Path) -> Json:
-    try:
-        value: dict[str, Any] = json.loads(path.read_bytes())
-    except ValueError as damaged:
-        raise TargetRefused(f"{path} is damaged", hint="restore the directory from a copy") from damaged
-    return value

@@ -1,0 +1,314 @@
+"""Target `delta`: a Delta table for each table of the source, as a mirror or as a changelog, exactly once.
+
+    PATH/
+      schema.table/            a Delta table, written by delta-rs in an executor's task; odd characters as +XX
+      _millstream/             owner, lock and commits, as every directory of ours has them
+
+A batch is one task, and one commit of each table. A commit carries how far the table is (Delta's application
+transaction) and goes through only if the table is still the one whose transaction was looked at: so a batch
+that comes again, whoever brings it, finds what is there already and adds the rest. When all tables have it,
+the batch's commit file is written, which is the target's cursor; a reader that wants whole batches across
+tables reads the versions that commits list.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import BaseModel, ConfigDict, Field
+
+from millstream.changelog import BEFORE, schema
+from millstream.errors import DependencyError, TargetRefused, TargetUnavailable
+from millstream.failpoint import failpoint
+from millstream.latest import SEQ, whole
+from millstream.model import Json, Relation, SeqRange
+from millstream.targets.base import Capabilities, Delivery, LaneBatch, Receipt, TargetContext, TargetCursor
+from millstream.targets.deltas.mirror import mirror_schema, write_mirror
+from millstream.targets.deltas.tables import Handle, lake_schema, open_table
+from millstream.targets.directory import OwnDirectory, as_target_errors, directory_of
+from millstream.targets.lanes.changelog import as_json
+from millstream.targets.lanes.lane import MESSAGES
+from millstream.targets.lanes.runs import Run, by_table, runs
+
+if TYPE_CHECKING:
+    from deltalake import CommitProperties
+
+TRIES = 10
+"""How often a commit is tried again when somebody else (a compaction, a reader's repair) was faster."""
+
+
+class DeltaOptions(BaseModel):
+    """Options of a target of kind `delta`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: Path = Field(description="The directory of the tables. One stream and target per directory.")
+    write: Literal["mirror", "changelog"] = Field(
+        "mirror", description="`mirror`: a table equal to the source's; `changelog`: every change, in order."
+    )
+    deletes: Literal["hard", "soft"] = Field(
+        "hard", description="In a mirror: `hard` removes the row, `soft` keeps it with `_ms_deleted` true."
+    )
+    compact_files: int = Field(
+        100, gt=1, description="A table of more data files than this is compacted after a batch, and old ones removed."
+    )
+
+
+class DeltaTarget:
+    """The driver side. See `targets.base.Target` for the contract."""
+
+    kind = "delta"
+    capabilities = Capabilities(
+        delivery=Delivery.LANE,
+        keeps_cursor=True,
+        needs_key=False,
+        writes_deletes=True,
+        evolves_schema=True,
+        parallel=False,
+    )
+
+    def __init__(self, options: DeltaOptions) -> None:
+        self._options = options
+        self._directory = OwnDirectory(options.path.absolute())
+        self._context: TargetContext | None = None
+        self._cursor: TargetCursor | None = None
+
+    def open(self, context: TargetContext) -> None:
+        _need_deltalake()
+        with as_target_errors(self._directory.root):
+            self._cursor = self._directory.open(context)
+        self._context = context
+
+    def cursor(self) -> TargetCursor | None:
+        return self._cursor
+
+    def recover(self, cursor: TargetCursor | None) -> None:
+        """Nothing: what a batch left half done is found and completed when it comes again."""
+
+    def stager(self) -> DeltaLane:
+        return DeltaLane(str(self._directory.root), self._options, self._opened())
+
+    def publish(self, range: SeqRange, end_position: int, receipts: Sequence[Receipt]) -> None:
+        context = self._opened()
+        if self._cursor is not None and range.end <= self._cursor.seq:
+            return
+        with as_target_errors(self._directory.root), self._directory.locked():
+            self._directory.check_owner(context)
+            self._cursor = self._directory.cursor()
+        if self._cursor is None or self._cursor.seq < range.end:
+            raise TargetRefused(f"{self._directory.root} does not have the batch up to seq {range.end}")
+
+    def release(self, stream: str, target: str) -> None:
+        """Leave the tables; no stream writes into this directory any more."""
+        with as_target_errors(self._directory.root):
+            self._directory.release(stream, target)
+
+    def close(self) -> None:
+        self._context = None
+
+    def _opened(self) -> TargetContext:
+        if self._context is None:
+            raise TargetRefused(f"{self._directory.root} is not open")
+        return self._context
+
+
+@dataclass(frozen=True)
+class DeltaLane:
+    """The executor side. See `targets.base.Lane` for the contract."""
+
+    root: str
+    options: DeltaOptions
+    context: TargetContext
+
+    def deliver(self, batch: LaneBatch) -> bool:
+        directory = OwnDirectory(Path(self.root))
+        with as_target_errors(directory.root), tempfile.TemporaryDirectory(prefix="millstream-delta-") as scratch:
+            if self._is_there(directory, batch.range):
+                return False
+            # A table's commit cannot be taken back: all changes are there before the first one.
+            spooled = _spool(batch, Path(scratch), messages=self.options.write == "changelog")
+            batch.check_complete()
+            failpoint("delta.read")
+            written = [self._write(table, batch.range) for table in spooled]
+            failpoint("delta.written")
+            with directory.locked():
+                directory.check_owner(self.context)
+                directory.write_commit(self.context, batch.range, batch.end_position, written)
+            failpoint("delta.committed")
+        return True
+
+    def _is_there(self, directory: OwnDirectory, range: SeqRange) -> bool:
+        with directory.locked():
+            directory.check_owner(self.context)
+            cursor = directory.cursor()
+        if cursor and cursor.journal_id == self.context.journal_id and range.end <= cursor.seq:
+            return True
+        directory.check_follows(self.context, cursor, range)
+        return False
+
+    def _write(self, table: _Spooled, range: SeqRange) -> Json:
+        """Bring one table to the end of the batch. Returns what the batch's commit says of it."""
+        writer = _Writer(self, table.relation)
+        if range.start == range.end:
+            writer.write_baseline([run() for run in table.runs], range.end)
+        else:
+            for run in table.runs:
+                writer.write_changes(run())
+        return {"table": table.relation.table, "path": writer.name, "version": writer.finish()}
+
+
+class _Writer:
+    """Commits of one table."""
+
+    def __init__(self, lane: DeltaLane, relation: Relation) -> None:
+        self._options = lane.options
+        self._mirrors = lane.options.write == "mirror"
+        self._owner = f"millstream/{lane.context.stream}/{lane.context.target}"
+        self._app = f"{self._owner}/{lane.context.journal_id}"
+        # Delta-rs takes an encoded name for a URL and decodes it.
+        self.name = directory_of(relation).replace("%", "+")
+        self._path = Path(lane.root) / self.name
+
+    def write_changes(self, run: Run) -> None:
+        """The changes of a run that the table does not have yet, in one commit that says so."""
+        wanted = self._schema(run.relation)
+
+        def commit(table: Handle) -> None:
+            changes = run.changes
+            done = table.transaction_version(self._app)
+            if done is not None:
+                changes = changes.filter(pc.greater(changes[SEQ], done))
+            if not changes.num_rows:
+                return
+            said = self._said(int(changes[SEQ][-1].as_py()))
+            if self._mirrors:
+                write_mirror(table, run.relation, changes, said, soft=self._options.deletes == "soft")
+            else:
+                table.append(_logged(changes).cast(wanted), said)
+
+        self._try(wanted, run.relation, commit)
+        failpoint("delta.table_committed")
+
+    def write_baseline(self, found: Sequence[Run], seq: int) -> None:
+        """All rows of a table that has nothing yet, or half of them from a try that was killed."""
+        for number, run in enumerate(found):
+            wanted = self._schema(run.relation)
+            last = number == len(found) - 1
+
+            def commit(table: Handle, run: Run = run, first: bool = number == 0, last: bool = last) -> None:
+                if (table.transaction_version(self._app) or -1) >= seq:
+                    return
+                soft = self._options.deletes == "soft"
+                rows = _mirrored(run.changes, mirror_schema(run.relation, soft=soft)) if self._mirrors else None
+                rows = _logged(run.changes) if rows is None else rows
+                table.append(rows.cast(lake_schema(rows.schema)), self._said(seq if last else None), overwrite=first)
+
+            self._try(wanted, run.relation, commit)
+            failpoint("delta.baseline_part_committed")
+
+    def finish(self) -> int | None:
+        """Keep the number of files small. Returns the table's version; None when there is no table."""
+        table = Handle.existing(self._path)
+        if table is None:
+            return None
+        if table.files() > self._options.compact_files:
+            table.compact()
+        return table.version()
+
+    def _schema(self, relation: Relation) -> pa.Schema:
+        if self._mirrors:
+            return lake_schema(mirror_schema(relation, soft=self._options.deletes == "soft"))
+        return lake_schema(_logged(schema(relation).empty_table()).schema)
+
+    def _said(self, seq: int | None) -> CommitProperties:
+        from deltalake import CommitProperties, Transaction
+
+        transactions = [] if seq is None else [Transaction(self._app, seq)]
+        # No retry inside delta-rs: it would not look at the transaction again.
+        return CommitProperties(app_transactions=transactions, max_commit_retries=0)
+
+    def _try(self, wanted: pa.Schema, relation: Relation, commit: Callable[[Handle], None]) -> None:
+        from deltalake.exceptions import CommitFailedError, DeltaError
+
+        for _ in range(TRIES):
+            try:
+                commit(open_table(self._path, relation.table, wanted, self._owner))
+                return
+            except CommitFailedError:
+                continue
+            except DeltaError as failed:
+                # Its words may hold a row's value.
+                raise TargetRefused(
+                    f"{relation.table}: Delta does not take the batch ({type(failed).__name__})",
+                    hint="see whether the table at this path was changed by somebody else",
+                ) from None
+        raise TargetUnavailable(f"{relation.table}: others commit to the table all the time")
+
+
+@dataclass(frozen=True)
+class _Spooled:
+    """The changes of one table on disk: each of `runs` reads one back."""
+
+    relation: Relation
+    runs: Sequence[Callable[[], Run]]
+
+
+def _spool(batch: LaneBatch, scratch: Path, *, messages: bool) -> list[_Spooled]:
+    tables = []
+    for number, parts in enumerate(by_table(batch.parts)):
+        found: list[Callable[[], Run]] = []
+        for run in runs(parts):
+            if run.relation_id != MESSAGES or messages:
+                found.append(_kept(run, scratch / f"{number}-{len(found)}.arrow"))
+        if found:
+            tables.append(_Spooled(parts[-1].relation, found))
+    return tables
+
+
+def _kept(run: Run, path: Path) -> Callable[[], Run]:
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, run.changes.schema) as writer:
+        writer.write_table(run.changes)
+
+    def read() -> Run:
+        with pa.memory_map(str(path)) as file:
+            return Run(run.relation, run.relation_id, pa.ipc.open_file(file).read_all())
+
+    return read
+
+
+def _logged(changes: pa.Table) -> pa.Table:
+    """Changes as a changelog has them: old rows as JSON text, since their columns come and go with the table's."""
+    if BEFORE not in changes.column_names:
+        return changes
+    text = as_json(whole(changes[BEFORE]))
+    return changes.set_column(changes.column_names.index(BEFORE), BEFORE, text)
+
+
+def _mirrored(rows: pa.Table, wanted: pa.Schema) -> pa.Table:
+    """Rows of a baseline as a mirror has them."""
+    columns = [
+        pa.repeat(pa.scalar(False), rows.num_rows) if name == "_ms_deleted" else rows[name] for name in wanted.names
+    ]
+    return pa.table(columns, schema=wanted)
+
+
+@contextmanager
+def _missing_driver() -> Iterator[None]:
+    try:
+        yield
+    except ImportError as missing:
+        raise DependencyError(
+            "a delta target needs deltalake, which is not installed", hint="pip install 'millstream[delta]'"
+        ) from missing
+
+
+def _need_deltalake() -> None:
+    with _missing_driver():
+        import deltalake  # noqa: F401 - only to see that it is there

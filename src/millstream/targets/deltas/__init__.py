@@ -1,0 +1,1 @@
+"""Delta tables as the target `delta` writes them."""

@@ -1,0 +1,153 @@
+"""A Delta table that equals a table of the source: folded changes to one MERGE.
+
+The version of a row (`_ms_seq`) stands beside it, and an older one does nothing. Exact texts of values that
+have no home in their column are in `_ms_special`, as in a changelog.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from millstream.changelog import METADATA, exposed
+from millstream.errors import MissingBase, TargetRefused
+from millstream.latest import SEQ, Bools, Latest, latest, one_letter, special_maps, special_texts, whole, whole_numbers
+from millstream.model import Op, Relation
+from millstream.sources.decoders import decoded_schema
+from millstream.targets.deltas.tables import Handle, lake_schema
+from millstream.targets.lanes.tables import SPECIAL, mirror_key
+
+if TYPE_CHECKING:
+    from deltalake import CommitProperties
+
+_GONE = "_ms_gone"
+_PLACE = "_ms_place"
+
+
+def mirror_schema(relation: Relation, *, soft: bool) -> pa.Schema:
+    """The columns of a mirror: the source's, the version, and `_ms_deleted` where deleted rows stay."""
+    own = [pa.field(SEQ, pa.int64()), *([pa.field("_ms_deleted", pa.bool_())] if soft else [])]
+    return pa.schema([*decoded_schema(exposed(relation)), *own, pa.field(SPECIAL, pa.map_(pa.string(), pa.string()))])
+
+
+def write_mirror(table: Handle, relation: Relation, changes: pa.Table, said: CommitProperties, *, soft: bool) -> None:
+    """Write changes of one relation, which are in seq order. `said` goes with the last commit of them."""
+    key = mirror_key(relation)
+    if not key:
+        _append(table, relation, changes, said, soft)
+        return
+    found = latest(changes, key)
+    if found.missing:
+        raise _missing(relation, len(found.missing))
+    if found.truncated is not None:
+        table.remove_older(found.truncated, soft=soft)
+    rows = _completed(table, relation, found, key)
+    wanted = lake_schema(mirror_schema(relation, soft=False))
+    living = rows.cast(wanted).append_column(_GONE, pa.repeat(pa.scalar(False), rows.num_rows))
+    gone = found.gone.append_column(_GONE, pa.repeat(pa.scalar(True), found.gone.num_rows))
+    source = pa.concat_tables([living, _widened(gone, living.schema)])
+    if not source.num_rows:
+        table.append(lake_schema(mirror_schema(relation, soft=soft)).empty_table(), said)
+        return
+    on = " AND ".join(f"s.{_quoted(name)} = t.{_quoted(name)}" for name in key)
+    values = {_quoted(name): f"s.{_quoted(name)}" for name in wanted.names}
+    alive = values | ({"_ms_deleted": "false"} if soft else {})
+    newer = "s._ms_seq > t._ms_seq"
+    steps = {"update": (alive, f"NOT s.{_GONE} AND {newer}"), "insert": (alive, f"NOT s.{_GONE}")}
+    if soft:
+        steps["mark"] = ({"_ms_deleted": "true", "_ms_seq": "s._ms_seq"}, f"s.{_GONE} AND {newer}")
+    table.merge(source, on, steps, None if soft else f"s.{_GONE} AND {newer}", said)
+
+
+def _append(table: Handle, relation: Relation, changes: pa.Table, said: CommitProperties, soft: bool) -> None:
+    """A table without a key: rows can only be added, and all of them removed."""
+    op = one_letter(whole(changes["_ms_op"]))
+    if np.isin(op, (Op.UPDATE, Op.DELETE)).any():
+        raise TargetRefused(
+            f"{relation.table} has no key, so that its updates and deletes cannot be mirrored",
+            hint="give the table a primary key, or write: changelog to this target",
+        )
+    cut = np.flatnonzero(op == Op.TRUNCATE)
+    if len(cut):
+        table.remove_older(int(changes[SEQ][int(cut[-1])].as_py()), soft=soft)
+        changes = changes.slice(int(cut[-1]) + 1)
+    names = [name for name in changes.column_names if name not in METADATA]
+    rows = changes.select([*names, SEQ])
+    if soft:
+        rows = rows.append_column("_ms_deleted", pa.repeat(pa.scalar(False), rows.num_rows))
+    rows = rows.append_column(SPECIAL, special_maps(special_texts(changes), rows.num_rows))
+    table.append(rows.cast(lake_schema(mirror_schema(relation, soft=soft))), said)
+
+
+def _completed(table: Handle, relation: Relation, found: Latest, key: tuple[str, ...]) -> pa.Table:
+    """The rows with every value: what nobody sent is read from the table, under the key the row had before."""
+    rows = found.rows.append_column(SPECIAL, special_maps(found.special, found.rows.num_rows))
+    order = mirror_schema(relation, soft=False).names
+    if not found.kept or found.base is None:
+        return rows.select(order)
+    lacking = np.flatnonzero(reduce(np.logical_or, found.kept.values()))
+    held = _held(table, found.base.take(whole_numbers(lacking)), key, list(found.kept))
+    if held.num_rows < len(lacking):
+        raise _missing(relation, len(lacking) - held.num_rows)
+    held = held.sort_by(_PLACE)
+    special = _merged_special(rows, held, lacking, found.kept)
+    for name, mask in found.kept.items():
+        kept = mask[lacking]
+        values = whole(held[name]).cast(rows.schema.field(name).type)
+        taken = _scattered(values.filter(pa.array(kept)), lacking[kept], whole(rows[name]))
+        rows = rows.set_column(rows.column_names.index(name), name, taken)
+    return rows.set_column(rows.column_names.index(SPECIAL), SPECIAL, special).select(order)
+
+
+def _held(table: Handle, base: pa.Table, key: tuple[str, ...], columns: list[str]) -> pa.Table:
+    """For each key its row in the table, and which key it was (`_ms_place`)."""
+    there = table.read([*dict.fromkeys([*key, *columns]), SPECIAL])
+    there = there.append_column("_ms_row", whole_numbers(np.arange(there.num_rows)))
+    asked = base.append_column(_PLACE, whole_numbers(np.arange(base.num_rows)))
+    asked = asked.select([*key, _PLACE])
+    keys = there.select([*key, "_ms_row"]).cast(
+        pa.schema([*(asked.schema.field(n) for n in key), ("_ms_row", pa.int64())])
+    )
+    pairs = asked.join(keys, list(key), join_type="inner")
+    return there.take(pairs["_ms_row"]).append_column(_PLACE, pairs[_PLACE])
+
+
+def _merged_special(rows: pa.Table, held: pa.Table, lacking: np.ndarray, kept: Mapping[str, Bools]) -> pa.Array:
+    """Exact texts of the values that were kept come along with them."""
+    maps = rows[SPECIAL].to_pylist()
+    for at, texts in zip(lacking.tolist(), held[SPECIAL].to_pylist(), strict=True):
+        more = [(name, text) for name, text in texts or () if name in kept and kept[name][at]]
+        if more:
+            maps[at] = [*(maps[at] or ()), *more]
+    return pa.array(maps, pa.map_(pa.string(), pa.string()))
+
+
+def _scattered(values: pa.Array, places: np.ndarray, into: pa.Array) -> pa.Array:
+    """`into` with these values at these places."""
+    order = np.arange(len(into))
+    order[places] = len(into) + np.arange(len(places))
+    return pa.concat_arrays([into, values]).take(whole_numbers(order))
+
+
+def _widened(gone: pa.Table, wanted: pa.Schema) -> pa.Table:
+    columns = [
+        gone[field.name].cast(field.type) if field.name in gone.column_names else pa.nulls(gone.num_rows, field.type)
+        for field in wanted
+    ]
+    return pa.table(columns, schema=wanted)
+
+
+def _missing(relation: Relation, count: int) -> MissingBase:
+    return MissingBase(
+        f"{relation.table}: {count} changed rows lack a value that was not sent with the change, and the target "
+        "does not have those rows",
+        hint="begin the target with the table's rows (mode: snapshot_then_cdc), or set REPLICA IDENTITY FULL",
+    )
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'

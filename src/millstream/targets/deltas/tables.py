@@ -1,0 +1,178 @@
+"""One Delta table: made, completed, appended to, merged into. All that we use of delta-rs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+from pyarrow import types
+
+from millstream.errors import TargetRefused
+
+if TYPE_CHECKING:
+    from deltalake import CommitProperties, DeltaTable
+
+SPILL_BYTES = 512 << 20
+"""What a merge may hold in memory before it works on disk."""
+KEEP_HOURS = 24 * 7
+"""Files that no version needs any more stay so long for readers of older versions."""
+
+_NOT_IN_NAMES = re.compile(r"[ ,;{}()\n\t=]")
+
+
+def lake_schema(schema: pa.Schema) -> pa.Schema:
+    """The schema in types that Delta has, every column nullable: a time of day is text there."""
+    return pa.schema([pa.field(field.name, _lake_type(field.type)) for field in schema])
+
+
+def _lake_type(kind: pa.DataType) -> pa.DataType:
+    if types.is_time(kind):
+        return pa.string()
+    if types.is_list(kind):
+        return pa.list_(_lake_type(kind.value_type))
+    if types.is_struct(kind):
+        return pa.struct([pa.field(inner.name, _lake_type(inner.type)) for inner in kind])
+    if types.is_map(kind):
+        return pa.map_(kind.key_type, _lake_type(kind.item_type))
+    return kind
+
+
+def open_table(path: Path, table: str, wanted: pa.Schema, owner: str) -> Handle:
+    """The table, with at least these columns. Raises TargetRefused when it cannot hold them, or is not `owner`'s."""
+    from deltalake import DeltaTable
+
+    bad = [name for name in wanted.names if _NOT_IN_NAMES.search(name)]
+    if bad:
+        raise TargetRefused(
+            f"{table}: Delta has no columns named like {bad[0]!r}",
+            hint="rename it at the source, or leave the table out of this stream",
+        )
+    handle = Handle.existing(path)
+    if handle is None:
+        path.mkdir(parents=True, exist_ok=True)
+        return Handle(DeltaTable.create(str(path), wanted, mode="ignore", description=owner))
+    if handle.owner() != owner:
+        raise TargetRefused(
+            f"{path} is a Delta table that this target did not make",
+            hint="give the target an empty directory",
+        )
+    handle.complete(table, wanted)
+    return handle
+
+
+class Handle:
+    """A table at the version it was opened at: a commit goes through only if nobody committed since."""
+
+    def __init__(self, table: DeltaTable) -> None:
+        self._table = table
+
+    @classmethod
+    def existing(cls, path: Path) -> Handle | None:
+        """The table's newest version; None when there is none."""
+        from deltalake import DeltaTable
+
+        return cls(DeltaTable(str(path))) if DeltaTable.is_deltatable(str(path)) else None
+
+    def owner(self) -> str | None:
+        """Who made the table, by its description."""
+        description: str | None = self._table.metadata().description
+        return description
+
+    def version(self) -> int:
+        return int(self._table.version())
+
+    def transaction_version(self, app: str) -> int | None:
+        """How far the table is, by its own word."""
+        return self._table.transaction_version(app)
+
+    def files(self) -> int:
+        return len(self._table.file_uris())
+
+    def schema(self) -> pa.Schema:
+        return pa.schema(self._table.schema().to_arrow())
+
+    def complete(self, table: str, wanted: pa.Schema) -> None:
+        """Add the columns that are missing. Raises TargetRefused for one of another type."""
+        from deltalake import Schema
+
+        there = self.schema()
+        missing = [field for field in wanted if field.name not in there.names]
+        for field in wanted:
+            if field.name in there.names and not _fits(field.type, there.field(field.name).type):
+                raise TargetRefused(
+                    f"{table}: column {field.name} is {there.field(field.name).type} in the Delta table, and "
+                    f"{field.type} now",
+                    hint="give the stream a new target, which begins with the new type",
+                )
+        if missing:
+            self._table.alter.add_columns(Schema.from_arrow(pa.schema(missing)).fields)
+
+    def append(self, rows: pa.Table, said: CommitProperties, *, overwrite: bool = False) -> None:
+        """Add rows, or put them in place of all that there are."""
+        from deltalake import write_deltalake
+
+        there = self.schema()
+        # Columns that came later stand last; those that the source no longer has are NULL.
+        columns = {
+            field.name: rows[field.name] if field.name in rows.column_names else pa.nulls(rows.num_rows, field.type)
+            for field in there
+        }
+        write_deltalake(
+            self._table, pa.table(columns), mode="overwrite" if overwrite else "append", commit_properties=said
+        )
+
+    def merge(
+        self,
+        rows: pa.Table,
+        on: str,
+        changes: Mapping[str, tuple[Mapping[str, str], str]],
+        delete: str | None,
+        said: CommitProperties,
+    ) -> None:
+        """One MERGE: `changes` are updates and inserts with their conditions, `delete` the condition of deletes."""
+        merging = self._table.merge(
+            rows,
+            on,
+            source_alias="s",
+            target_alias="t",
+            commit_properties=said,
+            max_spill_size=SPILL_BYTES,
+            streamed_exec=False,
+        )
+        if delete is not None:
+            merging = merging.when_matched_delete(delete)
+        for step, (columns, condition) in changes.items():
+            if step == "insert":
+                merging = merging.when_not_matched_insert(dict(columns), condition)
+            else:
+                merging = merging.when_matched_update(dict(columns), condition)
+        merging.execute()
+
+    def remove_older(self, seq: int, *, soft: bool) -> None:
+        """What a TRUNCATE takes away. Doing it twice changes nothing more."""
+        if soft:
+            updates = {"_ms_deleted": "true", "_ms_seq": str(seq)}
+            self._table.update(updates=updates, predicate=f"_ms_seq < {seq} AND NOT _ms_deleted")
+        else:
+            self._table.delete(f"_ms_seq < {seq}")
+
+    def read(self, columns: list[str]) -> pa.Table:
+        """Columns of all rows at this version."""
+        return self._table.to_pyarrow_dataset().to_table(columns=columns)
+
+    def compact(self) -> None:
+        """Write small files together, and remove those that no version of the last days needs."""
+        self._table.optimize.compact()
+        self._table.vacuum(KEEP_HOURS, dry_run=False)
+
+
+def _fits(wanted: pa.DataType, there: pa.DataType) -> bool:
+    return _plain(wanted) == _plain(there)
+
+
+def _plain(kind: pa.DataType) -> str:
+    """The type without what Delta does not tell: names inside lists, large or small offsets, views."""
+    return re.sub(r"large_|_view|<(item|element|entries|key_value): | not null|, keys_sorted", "", str(kind))

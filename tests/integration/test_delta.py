@@ -1,0 +1,166 @@
+"""Delta tables: equal to the source after random histories, any cut and a kill at each step; read by Spark's rules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable, write_deltalake
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millstream.changelog import assemble
+from millstream.errors import MissingBase, TargetRefused
+from millstream.model import Relation, SeqRange
+from millstream.targets.base import LaneBatch, Part, TargetContext
+from millstream.targets.delta import DeltaLane, DeltaOptions, DeltaTarget
+from tests.fixtures.baselines import TABLES, write
+from tests.fixtures.capture import captured
+from tests.fixtures.histories import History
+from tests.fixtures.journals import Change, Journal
+from tests.fixtures.postgres import Database
+from tests.fixtures.tuples import insert, journal_rows, relation, update
+from tests.integration.test_baseline_kills import Deliveries
+from tests.integration.test_delivery_kills import failpoints, fill, run_until_it_ends
+from tests.unit.test_lanes import expected
+
+pytestmark = pytest.mark.timeout(240)
+
+THINGS = relation(("id", 23), ("a", 25), ("doc", 25), key=("id",))
+
+
+class Lake:
+    """A target of which a test sees all tables."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        self.path = path
+        self._target = DeltaTarget(DeltaOptions(path=path, **options))
+        self._target.open(TargetContext("shop", "lake", "journal-a", "aaaa", 1, "run-1"))
+        self._seq = 0
+
+    @property
+    def lane(self) -> DeltaLane:
+        return self._target.stager()
+
+    def batch(self, span: SeqRange, parts: list[Part]) -> bool:
+        written = self.lane.deliver(LaneBatch(span, span.end, parts, lambda: None))
+        self._target.publish(span, span.end, [])
+        return written
+
+    def deliver(self, about: Relation, changes: list[Any]) -> None:
+        end = self._seq + len(changes)
+        rows = assemble(journal_rows(changes, self._seq + 1), about, 1, "aaaa")
+        self.batch(SeqRange(self._seq, end), [Part(about, 1, iter([rows]))])
+        self._seq = end
+
+    def table(self, name: str = "public.t") -> pa.Table:
+        return DeltaTable(str(self.path / name)).to_pyarrow_table()
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    st.integers(0, 10**9),
+    st.booleans(),
+    st.integers(1, 50),
+    st.lists(st.integers(0, 10**6), max_size=4),
+    st.sampled_from(["hard", "soft"]),
+)
+def test_a_mirror_equals_the_table_whatever_happens_to_it(
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+    full: bool,
+    steps: int,
+    cuts: list[int],
+    deletes: Literal["hard", "soft"],
+) -> None:
+    history = History(seed, full).play(steps)
+    lake = Lake(tmp_path_factory.mktemp("lake"), deletes=deletes)
+    for changes in history.batches(cuts):
+        span = SeqRange(changes["_ms_seq"][0].as_py() - 1, changes["_ms_seq"][-1].as_py())
+        lake.batch(span, [Part(history.relation, 1, iter(changes.to_batches()))])
+    found = set()
+    for row in lake.table().to_pylist():
+        if not row.get("_ms_deleted"):
+            special = dict(row["_ms_special"] or ())
+            amount = special.get("amount", None if row["amount"] is None else str(row["amount"]))
+            found.add((row["shop"], row["id"], row["note"], row["doc"], amount))
+    assert found == expected(history)
+
+
+def test_a_value_that_was_not_sent_is_the_tables_own_where_the_row_was(tmp_path: Path) -> None:
+    lake = Lake(tmp_path)
+    lake.deliver(THINGS, [insert("1", "x", "first"), insert("2", "y", "second"), insert("3", "z", "third")])
+    moves = [update(["9", "x", ...], key=["1", None, None]), update(["1", "y", ...], key=["2", None, None])]
+    lake.deliver(THINGS, [*moves, update(["3", "changed", ...])])
+    rows = lake.table().select(["id", "a", "doc"]).sort_by("id").to_pylist()
+    assert [tuple(row.values()) for row in rows] == [(1, "y", "second"), (3, "changed", "third"), (9, "x", "first")]
+    with pytest.raises(MissingBase, match=r"public\.t: 1 changed rows lack a value"):
+        lake.deliver(THINGS, [update(["77", "y", ...])])
+
+
+def test_new_columns_are_added_and_another_type_is_refused(tmp_path: Path) -> None:
+    lake = Lake(tmp_path)
+    lake.deliver(THINGS, [insert("1", "x", "first")])
+    lake.deliver(relation(("id", 23), ("a", 25), ("doc", 25), ("n", 20), key=("id",)), [insert("2", "y", "d", "7")])
+    assert lake.table().select(["id", "n"]).sort_by("id").to_pylist() == [{"id": 1, "n": None}, {"id": 2, "n": 7}]
+    with pytest.raises(TargetRefused, match=r"public\.t: column a is .*string.* in the Delta table, and int64 now"):
+        lake.deliver(relation(("id", 23), ("a", 20), key=("id",)), [insert("3", "4")])
+    with pytest.raises(TargetRefused, match="Delta has no columns named like 'a b'"):
+        lake.deliver(relation(("id", 23), ("a b", 25), key=("id",)), [insert("3", "4")])
+
+
+def test_a_table_that_somebody_else_has_made_is_left_alone(tmp_path: Path) -> None:
+    theirs = pa.table({"id": [1]})
+    write_deltalake(str(tmp_path / "public.t"), theirs)
+    with pytest.raises(TargetRefused, match="a Delta table that this target did not make"):
+        Lake(tmp_path).deliver(THINGS, [insert("1", "x", "first")])
+    assert Lake(tmp_path).table() == theirs
+
+
+def test_many_small_files_are_written_together(tmp_path: Path) -> None:
+    lake = Lake(tmp_path, write="changelog", compact_files=3)
+    for number in range(8):
+        lake.deliver(THINGS, [insert(str(number), "x", "y")])
+    assert len(DeltaTable(str(tmp_path / "public.t")).file_uris()) <= 4
+    assert sorted(lake.table()["_ms_seq"].to_pylist()) == list(range(1, 9))
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("form", ["mirror", "changelog"])
+def test_a_kill_after_each_step_changes_nothing(tmp_path: Path, form: str) -> None:
+    journal = Journal.create(tmp_path / "journal")
+    fill(journal, transactions=20)
+    armed = [name for name in failpoints("delta") if "baseline" not in name]
+    assert len(armed) == 4
+    options = {"path": str(tmp_path / "lake"), "write": form}
+    assert run_until_it_ends(tmp_path, armed, "delta", options) == sorted(armed)
+    rows = [
+        (row["_ms_seq"], Change(table, row["id"], row["body"]))
+        for table in ("public.orders", "public.items")
+        for row in DeltaTable(str(tmp_path / "lake" / table)).to_pyarrow_table().to_pylist()
+    ]
+    if form == "changelog":
+        assert Counter(rows) == Counter(journal.written.items())
+    else:
+        last = {(change.table, change.id): (seq, change) for seq, change in sorted(journal.written.items())}
+        assert Counter(rows) == Counter(last.values())
+
+
+@pytest.mark.postgres
+def test_a_baseline_that_is_killed_in_its_middle_starts_again(tmp_path: Path, database: Database) -> None:
+    database.sql(TABLES)
+    database.sql("ALTER TABLE keyless ADD id serial PRIMARY KEY")
+    write(database, 1, 500)
+    with captured(database, tmp_path / "journal") as capture:
+        capture.await_log_end()
+        deliveries = Deliveries(tmp_path, capture, "delta", {"path": str(tmp_path / "lake")})
+        armed = ["delta.baseline_part_committed:2", "delta.written"]
+        assert deliveries.run(armed) == ["delta.baseline_part_committed", "delta.written"]
+        deliveries.run([])
+        found = DeltaTable(str(tmp_path / "lake" / "public.item")).to_pyarrow_table()
+        expected_rows = database.sql("SELECT id, note, flag FROM item ORDER BY id")
+        held = found.select(["id", "note", "flag"]).sort_by("id").to_pylist()
+        assert [tuple(row.values()) for row in held] == expected_rows
