@@ -149,3 +149,8 @@ def test_without_the_rows_of_a_baseline_the_changes_begin_at_the_first_there_is(
     assert decide(emptied) == Decision(4, 0, None, "the target is empty")
     with pytest.raises(OutOfRange, match="no longer holds all of it"):
         decide(replace(emptied, first_seq=10))
+
+
+def test_a_target_that_alone_knows_of_its_baseline_says_what_to_leave_out() -> None:
+    assert decide(replace(NEW, target=own(70), beyond=5000)) == Decision(2, 70, 5000, "first start")
+    assert decide(replace(NEW, epoch=BASELINE, target=own(70, epoch=3), beyond=4000)).after_position == 5000

@@ -75,7 +75,7 @@ class Baseline:
             )
             result = self._read(begun, found, started)
             failpoint("snapshot.staged")
-            self._target.publish(SeqRange(begun.seq, begun.seq), begun.position, result.receipts)
+            self._target.publish(SeqRange(begun.seq, begun.seq), _reached(begun, found), result.receipts)
             failpoint("snapshot.published")
             self._opening.save_baseline(begun, result.tallies)
         seconds = time.monotonic() - started
@@ -98,7 +98,7 @@ class Baseline:
             found,
             begun.header.event_prefix,
             begun.seq,
-            begun.position,
+            _reached(begun, found),
             self._opening.relation_ids(chunk.relation for chunk in found.chunks),
             begun.stager,
         )
@@ -150,6 +150,14 @@ class Baseline:
         }
         eta = f", about {left:.0f} s left" if left is not None else ""
         self._tell("snapshot.progress", f"{done} of {count} chunks{eta}", Level.DEBUG, self.progress)
+
+
+def _reached(begun: Beginning, found: SnapshotPlan) -> int:
+    """What the target's own cursor says: up to here it has all changes, though its seq is the journal's before them.
+
+    So the changes in between are left out even if nobody else remembers the baseline.
+    """
+    return max(begun.position, found.position)
 
 
 def _tasks_done(spark: SparkSession, group: str) -> int:

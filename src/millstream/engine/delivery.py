@@ -27,6 +27,7 @@ from millstream.model import Cursor, Json, Mode, SeqRange, StreamSpec, StreamSta
 from millstream.observe import Event, Level, Observer
 from millstream.spark.query import CheckpointUnusable, SliceQuery
 from millstream.spark.slices import SliceOptions
+from millstream.spark.stage import reached
 from millstream.spark.tables import OwnTables
 from millstream.state.base import StateStore
 from millstream.targets.base import Target
@@ -330,7 +331,7 @@ class DeliveryQuery:
         result = run_batch(frame, opened.plan, span)
         failpoint("delivery.staged")
         cut = self._opening.cut(span.end)
-        self._target.publish(span, cut.resume_position, result.receipts)
+        self._target.publish(span, reached(cut, opened.plan), result.receipts)
         failpoint("delivery.published")
         at = from_micros(cut.commit_ts_us)
         cursor = self._opening.save(opened, span.end, cut.resume_position, at, result.tallies)

@@ -33,6 +33,8 @@ class Situation:
     checkpoint_exists: bool
     last_batch: int | None = None
     """Where the last delivered batch began: Spark may ask for it once more."""
+    beyond: int | None = None
+    """Up to where the target says it has all changes, if that is beyond its seq."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ def _truth(now: Situation, epoch: EpochRecord | None) -> _Truth:
         return _beginning(now, epoch)
     if own.journal_id == now.header.journal_id:
         gone_back = now.saved and now.saved.journal_id == own.journal_id and now.saved.seq > own.seq
+        after = max(filter(None, (after, now.beyond)), default=None)
         return _Truth(own.seq, after, "the target is behind the saved cursor" if gone_back else None)
     if epoch is not None and after is not None and epoch.epoch > own.epoch:
         # Re-based. What the target had was read from the saved cursor; it may have been one batch further.

@@ -20,7 +20,7 @@ from millstream.spark.rows import described
 from millstream.spark.stage import StagePlan
 from millstream.spark.tables import OwnTables, share
 from millstream.state.base import EpochRecord, StateStore, Tally
-from millstream.targets.base import ASKING, Lane, Stager, Target, TargetContext
+from millstream.targets.base import ASKING, Lane, Stager, Target, TargetContext, TargetCursor
 
 UNSEEN = 1 << 30
 """From here on `_ms_schema` numbers descriptions that only a baseline has seen."""
@@ -203,14 +203,31 @@ class Opening:
                 epoch=current,
                 checkpoint_exists=current is not None and (self._root / str(current.epoch) / "offsets").is_dir(),
                 last_batch=self._last_batch(header),
+                beyond=self._beyond(header, own),
             ),
             distrust,
         )
         if saved is not None:
             self._check(header, saved)
         if own is not None:
-            self._check(header, Cursor(self._stream, self._name, own.journal_id, own.epoch, own.seq, own.position))
+            position = min(own.position, self._position_at(header, own))
+            self._check(header, Cursor(self._stream, self._name, own.journal_id, own.epoch, own.seq, position))
         return decision
+
+    def _beyond(self, header: Header, own: TargetCursor | None) -> int | None:
+        """Up to where the target has all changes, if that is beyond the seq it names: a baseline brought them."""
+        if own is None or own.journal_id != header.journal_id or own.position <= self._position_at(header, own):
+            return None
+        return own.position
+
+    def _position_at(self, header: Header, own: TargetCursor) -> int:
+        """The journal's position at a cursor's seq; the cursor's own where the journal does not have it."""
+        if own.journal_id != header.journal_id or own.seq < self._journal.first_seq() - 1:
+            return own.position
+        if own.seq < header.first_seq:
+            return header.start_position
+        cut = self._journal.cut_at(own.seq)
+        return cut.resume_position if cut else own.position
 
     def _last_batch(self, header: Header) -> int | None:
         history = self._store.cursor_history(self._stream, self._name, 2)

@@ -36,7 +36,7 @@ class BaselinePlan:
     seq: int
     """The version of every row: whatever the journal has beyond it is newer."""
     end_position: int
-    """The journal's own position at that seq."""
+    """The position up to which the target has all changes with it."""
     relation_ids: dict[Relation, int] = field(hash=False)
     stager: Stager | Lane
 

@@ -20,7 +20,7 @@ from pyspark import TaskContext
 from millstream.changelog import assemble
 from millstream.errors import JournalMismatch, MillstreamError, TargetRefused
 from millstream.failpoint import failpoint
-from millstream.journal import JournalReader
+from millstream.journal import Cut, JournalReader
 from millstream.journal.format import Slice
 from millstream.model import Json, Relation, SeqRange
 from millstream.spark.probe import Needed, check_myself
@@ -182,7 +182,12 @@ def _end_position(plan: StagePlan, span: SeqRange) -> int:
     cut = JournalReader(plan.locations).cut_at(span.end)
     if cut is None:
         raise JournalMismatch(f"seq {span.end} is not the end of a transaction in this journal")
-    return cut.resume_position
+    return reached(cut, plan)
+
+
+def reached(cut: Cut, plan: StagePlan) -> int:
+    """The position up to which a target has all changes after a batch that ends here: also those it had before."""
+    return max(cut.resume_position, plan.after_position or 0)
 
 
 def receipt_rows(receipts: Sequence[Receipt], relation_id: int, skipped: int) -> pa.RecordBatch:

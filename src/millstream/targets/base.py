@@ -80,6 +80,7 @@ class TargetCursor:
     epoch: int
     seq: int
     position: int
+    """Up to here it has all changes: the journal's position at `seq`, or a later one that a baseline brought it to."""
 
 
 @dataclass(frozen=True)
