@@ -205,7 +205,8 @@ class Engine:
             if self.failure is not None:
                 raise self.failure
             status = self.get_status(name)
-            if status.state in READY and all(target.state in (*READY, StreamState.PAUSED) for target in status.targets):
+            delivers = all(target.state in (*READY, StreamState.PAUSED) for target in status.targets)
+            if status.state in READY and delivers and status.source.state == "running":
                 return status
             failed = [(f"target {t.name}", t.error, t.hint) for t in status.targets]
             failed += [(f"source {status.source.name}", status.source.error, status.source.hint)]
@@ -216,7 +217,8 @@ class Engine:
                 raise NotReady(f"stream {name} is paused", hint=f"resume it: millstream resume {name}")
             if time.monotonic() >= deadline:
                 waits = "; ".join(f"{who}: {error}" for who, error, _ in failed if error)
-                raise NotReady(f"stream {name} is {status.state.value} after {timeout:g} s" + (waits and f": {waits}"))
+                waits = waits or f"capture is {status.source.state}"
+                raise NotReady(f"stream {name} is {status.state.value} after {timeout:g} s: {waits}")
             pause.wait(LOOK_SECONDS)
 
     # The control thread
