@@ -21,7 +21,7 @@ setup: ## Make the virtual environment and find (or install) Java
 demo: setup ## Replicate a live shop, crash in the middle, prove that all is equal
 	@$(PYTHON_IN_VENV) -m millstream demo
 
-test: setup ## Run all tests, in two processes at once
+test: setup ## Run all tests, in three processes at once
 	@scripts/servers
 	@scripts/test $(PYTHON_IN_VENV)
 
