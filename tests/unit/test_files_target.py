@@ -167,3 +167,18 @@ def test_a_directory_without_a_commit_is_taken_over_by_a_state_that_knows_less(t
     target.open(replace(CONTEXT, epoch=5, run_id="run-7"))
     with pytest.raises(TargetRefused, match="epoch 5 has taken over"):
         target.open(replace(CONTEXT, run_id="run-8"))
+
+
+def test_a_directory_into_which_nothing_was_published_is_left_to_the_next_without_a_row(tmp_path: Path) -> None:
+    """Its stream was killed in the middle of a baseline, and deleted."""
+    target = opened(tmp_path)
+    (receipt,) = target.stager().stage(ORDERS, 1, iter([changes(1, 3)]), Attempt(0, 1, baseline=True))
+    target._put_in_place([receipt])
+    target.stager().stage(ORDERS, 1, iter([changes(1, 3)]), Attempt(1, 2, baseline=True))
+    target.release("another", "log")
+    assert len(list(tmp_path.rglob("*.parquet"))) == 2, "it is not theirs"
+    target.release("shop", "log")
+    target.release("shop", "log")
+    assert list(tmp_path.rglob("*.parquet")) == []
+    target.open(replace(CONTEXT, stream="next", journal_id="journal-b", run_id="run-2"))
+    publish(target, 1, 3)

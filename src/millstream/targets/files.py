@@ -128,10 +128,20 @@ class FilesTarget:
             shutil.rmtree(self._own / "staging" / context.run_id, ignore_errors=True)
 
     def release(self, stream: str, target: str) -> None:
-        """Leave the files and what lists them; no stream writes into this directory any more."""
+        """Leave the files and what lists them; no stream writes into this directory any more.
+
+        One into which nothing was published is left to whoever comes next.
+        """
         with as_target_errors(self._root):
-            if self._directory.release(stream, target):
+            if not self._directory.release(stream, target):
+                return
+            with self._directory.locked():
                 shutil.rmtree(self._own / "staging", ignore_errors=True)
+                cursor = self._directory.cursor()
+                for orphan in self._uncommitted(cursor.seq if cursor else None):
+                    orphan.unlink()
+                if cursor is None:
+                    (self._own / "owner.json").unlink(missing_ok=True)
 
     def rewind(self, stream: str, target: str, seq: int, *, look_only: bool = False) -> TargetCursor | None:
         """Batches count by their commit files: those are put aside, and `recover` removes the rest."""
