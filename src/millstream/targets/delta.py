@@ -157,7 +157,7 @@ class DeltaLane:
         """Bring one table to the end of the batch. Returns what the batch's commit says of it."""
         writer = _Writer(self, table.relation)
         if range.start == range.end:
-            writer.write_baseline([run() for run in table.runs], range.end)
+            writer.write_baseline(table.relation, [run() for run in table.runs], range.end)
         else:
             for run in table.runs:
                 writer.write_changes(run())
@@ -196,15 +196,18 @@ class _Writer:
         self._try(wanted, run.relation, commit)
         failpoint("delta.table_committed")
 
-    def write_baseline(self, found: Sequence[Run], seq: int) -> None:
-        """All rows of a table that has nothing yet, or half of them from a try that was killed."""
+    def write_baseline(self, relation: Relation, found: Sequence[Run], seq: int) -> None:
+        """All rows of a table that has nothing yet, or what a try that was killed left in it.
+
+        What is there is never kept: it is of another snapshot, even where that had the same seq.
+        """
+        if not found:
+            self._clear(relation, seq)
         for number, run in enumerate(found):
             wanted = self._schema(run.relation)
             last = number == len(found) - 1
 
             def commit(table: Handle, run: Run = run, first: bool = number == 0, last: bool = last) -> None:
-                if (table.transaction_version(self._app) or -1) >= seq:
-                    return
                 soft = self._options.deletes == "soft"
                 rows = _mirrored(run.changes, mirror_schema(run.relation, soft=soft)) if self._mirrors else None
                 rows = _logged(run.changes) if rows is None else rows
@@ -212,6 +215,12 @@ class _Writer:
 
             self._try(wanted, run.relation, commit)
             failpoint("delta.baseline_part_committed")
+
+    def _clear(self, relation: Relation, seq: int) -> None:
+        if Handle.existing(self._path) is None:
+            return
+        wanted = self._schema(relation)
+        self._try(wanted, relation, lambda table: table.append(wanted.empty_table(), self._said(seq), overwrite=True))
 
     def finish(self) -> int | None:
         """Keep the number of files small. Returns the table's version; None when there is no table."""
@@ -267,7 +276,7 @@ def _spool(batch: LaneBatch, scratch: Path, *, messages: bool) -> list[_Spooled]
         for run in runs(parts):
             if run.relation_id != MESSAGES or messages:
                 found.append(_kept(run, scratch / f"{number}-{len(found)}.arrow"))
-        if found:
+        if found or batch.range.start == batch.range.end:
             tables.append(_Spooled(parts[-1].relation, found))
     return tables
 
