@@ -225,3 +225,15 @@ def test_a_table_that_joins_the_publication_after_the_snapshot_waits_for_the_nex
             taken_while(database, monkeypatch, f"{late} TABLE late")
         plan = taken_while(database, monkeypatch, "SELECT 1")
     assert "late" in {chunk.relation.name for chunk in plan.chunks}
+
+
+def test_a_barrier_that_does_not_open_says_so_once_in_a_while(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "_running_now", lambda _: [4])
+    monkeypatch.setattr(snapshot, "BARRIER_SECONDS", 0.5)
+    monkeypatch.setattr(snapshot, "TELL_SECONDS", 0.2)
+    said: list[str] = []
+    with database.connect() as control, pytest.raises(SourceUnavailable, match="have committed but do not end"):
+        snapshot._await_barrier(control, (5, frozenset()), said.append)
+    assert said == ["the snapshot waits for 1 transactions to become visible"] * 2

@@ -43,6 +43,7 @@ from millstream.sources.postgres.options import PostgresOptions
 LOOK_SECONDS = 0.02
 """How often the barrier looks whether the last transaction is through: it is a matter of milliseconds."""
 BARRIER_SECONDS = 60.0
+TELL_SECONDS = 1.0
 
 Waiting = Callable[[str], None]
 """Hears what is waited for, about once a second; may raise to give up."""
@@ -128,14 +129,17 @@ def _running_in(reader: PGconn, snapshot: str) -> tuple[int, frozenset[int]]:
 
 def _await_barrier(control: Connection, seen: tuple[int, frozenset[int]], on_wait: Waiting) -> None:
     end, counted_running = seen
-    until = time.monotonic() + BARRIER_SECONDS
+    began = told = time.monotonic()
     while late := [each for each in _running_now(control) if each < end and each not in counted_running]:
-        if time.monotonic() > until:
+        now = time.monotonic()
+        if now - began > BARRIER_SECONDS:
             raise SourceUnavailable(
                 f"{len(late)} transactions have committed but do not end; a snapshot cannot be read beside them",
                 hint="synchronous_standby_names may name a standby that does not answer",
             )
-        on_wait(f"the snapshot waits for {len(late)} transactions to become visible")
+        if now - told >= TELL_SECONDS:
+            told = now
+            on_wait(f"the snapshot waits for {len(late)} transactions to become visible")
         time.sleep(LOOK_SECONDS)
 
 
