@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,33 @@ def test_a_table_s_changes_arrive_as_the_changelog_has_them(spark: SparkSession,
     back = image.select(F.from_json("after", ddl).alias("row"), "_ms_seq").orderBy("_ms_seq").select("row.*")
     typed = arrived.orderBy("_ms_seq").where("NOT _ms_deleted").select([f.name for f in own])
     assert repr(back.where("id IS NOT NULL").collect()) == repr(typed.collect())
+
+
+DOCUMENTS = relation(("id", 20), ("doc", 3802), ("note", 25), key=["id"], identity="f")
+TOO_LONG = '{"n": 1234567890123456789012345678901234567890}'
+EXACT = '{"a": 1.50, "b": [1, null, "é"], "n": 1234567890123456789}'
+
+
+def test_json_is_a_variant_if_one_asks_for_it(spark: SparkSession, journal: Journal) -> None:
+    old, new = ["1", EXACT, "{}"], ["1", TOO_LONG, "{}"]
+    journal.append(DOCUMENTS, [insert(*old), update(new, row=old), delete(row=new), insert("2", None, "x")])
+    frame = load(spark, journal, table="public.t", json="variant", schemaChange="fail")
+    assert dict(frame.dtypes)["doc"] == "variant"
+    assert dict(frame.dtypes)["note"] == "string"
+    found = frame.selectExpr(
+        "variant_get(doc, '$.n', 'decimal(38,0)') n",
+        "to_json(doc) text",
+        "_ms_before.doc IS NOT NULL old",
+        "_ms_special",
+    )
+    number = Decimal(1234567890123456789)
+    text = '{"a":1.5,"b":[1,null,"é"],"n":1234567890123456789}'
+    assert [tuple(row) for row in found.orderBy("_ms_seq").collect()] == [
+        (number, text, False, {}),
+        (None, None, True, {"doc": TOO_LONG}),
+        (None, None, False, {"doc": TOO_LONG, "_ms_before.doc": TOO_LONG}),
+        (None, None, False, {}),
+    ]
 
 
 def raw_rows(journal: Journal, first: int, last: int) -> pa.RecordBatch:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from datetime import date, datetime
 from decimal import Decimal
 from typing import Any
 
 import pyarrow as pa
 import pytest
-from pyspark.sql.pandas.types import from_arrow_schema
+from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_type
+from pyspark.sql.types import VariantType, VariantVal
 
 from millstream import changelog
 from millstream.errors import ConfigError
 from millstream.model import Relation
 from millstream.spark.fitting import check_schema, fit, misfit
+from millstream.spark.variants import variants
 from tests.fixtures.tuples import NUMERIC_12_2, Change, delete, insert, journal_rows, relation, update
 
+VARIANT = to_arrow_type(VariantType())
 NUMERIC_20_4 = ((20 << 16) | 4) + 4
 OLD = relation(("id", 23), ("gone", 25), ("n", 21), ("price", 1700, NUMERIC_12_2), key=["id"], identity="f")
 NEW = relation(("id", 20), ("n", 701), ("price", 1700, NUMERIC_20_4), ("fresh", 16), key=["id"], identity="f")
@@ -136,3 +140,26 @@ def test_dates_before_our_era_are_not_made_up() -> None:
     odd, plain = fitted(old, columns(new), insert("1", "0044-03-15 BC"), insert("2", "0044-03-15"))
     assert (odd["d"], dict(odd["_ms_special"])) == (None, {"d": "0044-03-15 BC"})
     assert plain["d"] == date(44, 3, 15).isoformat()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *('{"a": 1, "a": 2}', "1" * 39, "0." + "1" * 39, "1e400", "[1, 1e-400]", "NaN", "not json", ""),
+        '{"a": {"b": 0.1234567890123456789012345678901234567891}}',
+    ],
+)
+def test_a_document_that_no_variant_holds_keeps_its_text(text: str) -> None:
+    made, odd = variants(pa.array(["{}", None, text, text]), VARIANT)
+    assert odd == [2, 3]
+    assert made.is_valid().to_pylist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"b": 1, "a": [true, null, ""]}', "-0.5", "12345678901234567890.5", '"\\u00e9"', "1e2"]
+)
+def test_a_document_that_a_variant_holds_is_the_same_when_it_is_read_back(text: str) -> None:
+    made, odd = variants(pa.array([text]), VARIANT)
+    assert odd == []
+    (found,) = made.to_pylist()
+    assert json.loads(VariantVal(found["value"], found["metadata"]).toJson()) == json.loads(text)

@@ -8,6 +8,7 @@ column whose type is another one is carried over where every value keeps its exa
     integers -> decimal, decimal -> decimal                     where all digits have room
     integers, decimal, boolean, date -> string                  with the text that the source would give
     date -> timestamp_ntz
+    string -> variant                                           JSON; what none can hold goes to _ms_special
 
 Every other change of type is an error, in either mode: there is no value to put there.
 """
@@ -31,12 +32,14 @@ from millstream.journal.format import Slice
 from millstream.journal.index import column
 from millstream.model import Relation, SeqRange
 from millstream.spark.format_options import SchemaChange
+from millstream.spark.variants import is_variant, noted, variants
 from millstream.wire.envelope import ENVELOPE
 from millstream.wire.text import decimal_text
 
 if TYPE_CHECKING:
     from millstream.spark.frames import FramePlan
 
+_SPECIAL = "_ms_special"
 _DIGITS = {pa.int16(): 5, pa.int32(): 10, pa.int64(): 19}
 _EXACT = {
     (pa.int16(), pa.int32()),
@@ -145,24 +148,37 @@ def fit(changes: pa.RecordBatch, wanted: pa.Schema) -> pa.RecordBatch:
     """The changes in these columns. Only for what `misfit` has nothing against."""
     if changes.schema.equals(wanted):
         return changes
+    odd: Odd = {}
     arrays = [
-        _carried(changes[field.name], field.type)
+        _carried(changes[field.name], field.type, field.name, odd)
         if field.name in changes.schema.names
         else pa.nulls(changes.num_rows, field.type)
         for field in wanted
     ]
+    if odd and _SPECIAL in wanted.names:
+        at = wanted.names.index(_SPECIAL)
+        arrays[at] = noted(arrays[at], odd)
     if not arrays:
         return pa.RecordBatch.from_struct_array(pa.Array.from_buffers(pa.struct([]), changes.num_rows, [None]))
     return pa.RecordBatch.from_arrays(arrays, schema=wanted)
 
 
-def _carried(array: pa.Array, to: pa.DataType) -> pa.Array:
+Odd = dict[str, tuple[list[int], pa.Array]]
+"""By label in `_ms_special`, the rows whose text the column cannot hold, and the texts."""
+
+
+def _carried(array: pa.Array, to: pa.DataType, label: str, odd: Odd) -> pa.Array:
     if array.type.equals(to):
         return array
+    if is_variant(to):
+        made, unfit = variants(array, to)
+        if unfit:
+            odd[label] = unfit, array
+        return made
     if types.is_struct(to):
         names = [field.name for field in array.type]
         inner = [
-            _carried(pc.struct_field(array, names.index(f.name)), f.type)
+            _carried(pc.struct_field(array, names.index(f.name)), f.type, f"{label}.{f.name}", odd)
             if f.name in names
             else pa.nulls(len(array), f.type)
             for f in to
@@ -174,9 +190,11 @@ def _carried(array: pa.Array, to: pa.DataType) -> pa.Array:
 
 
 def _same(have: pa.DataType, want: pa.DataType) -> bool:
-    """Whether they are one type to Spark, which has TIME in nanoseconds whatever its precision is."""
+    """Whether they are one type to Spark, which has TIME in nanoseconds whatever its precision is, or one by choice."""
     if types.is_list(have) and types.is_list(want):
         return _same(have.value_type, want.value_type)
+    if types.is_string(have) and is_variant(want):
+        return True
     return bool(have.equals(want) or (types.is_time64(have) and types.is_time64(want)))
 
 

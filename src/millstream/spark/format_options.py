@@ -13,11 +13,12 @@ from typing import TypeVar
 from millstream.errors import ConfigError
 
 T = TypeVar("T")
+Choice = TypeVar("Choice", bound=enum.StrEnum)
 
 EARLIEST = "earliest"
 
 _STARTS = ("startingSeq", "startingPosition", "startingTimestamp")
-_KNOWN = ("journal", "table", *_STARTS, "endingSeq", "maxEventsPerBatch", "schemaChange")
+_KNOWN = ("journal", "table", *_STARTS, "endingSeq", "maxEventsPerBatch", "schemaChange", "json")
 _NAMES = {name.lower(): name for name in _KNOWN}
 
 
@@ -28,6 +29,13 @@ class SchemaChange(enum.StrEnum):
     """What a change did not have is NULL, what the DataFrame has no column for is left out."""
     FAIL = "fail"
     """They are an error that names the first of them."""
+
+
+class Json(enum.StrEnum):
+    """What columns of JSON are in the DataFrame."""
+
+    STRING = "string"
+    VARIANT = "variant"
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,7 @@ class FormatOptions:
     ending_seq: int | None = None
     max_events: int | None = None
     schema_change: SchemaChange = SchemaChange.NULL
+    json: Json = Json.STRING
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> FormatOptions:
@@ -69,7 +78,8 @@ class _Parser:
             starting_timestamp_us=self._value("startingTimestamp", _timestamp),
             ending_seq=self._value("endingSeq", _count),
             max_events=self._value("maxEventsPerBatch", _count),
-            schema_change=self._value("schemaChange", _schema_change) or SchemaChange.NULL,
+            schema_change=self._value("schemaChange", _choice(SchemaChange)) or SchemaChange.NULL,
+            json=self._value("json", _choice(Json)) or Json.STRING,
         )
         if self._wrong:
             raise ConfigError(f"format millstream: {'; '.join(self._wrong)}", hint="docs/spark.md lists the options")
@@ -144,8 +154,11 @@ def _timestamp(text: str) -> int:
     return round(at.timestamp() * 1_000_000)
 
 
-def _schema_change(text: str) -> SchemaChange:
-    try:
-        return SchemaChange(text.lower())
-    except ValueError:
-        raise ValueError(f"{text!r} is none of {', '.join(SchemaChange)}") from None
+def _choice(choices: type[Choice]) -> Callable[[str], Choice]:
+    def read(text: str) -> Choice:
+        try:
+            return choices(text.lower())
+        except ValueError:
+            raise ValueError(f"{text!r} is none of {', '.join(choices)}") from None
+
+    return read

@@ -21,8 +21,9 @@ from millstream.journal.slices import read_slice
 from millstream.model import Relation, SeqRange
 from millstream.sources.decoders import messages
 from millstream.sources.positions import parse_position
-from millstream.spark.format_options import FormatOptions
+from millstream.spark.format_options import FormatOptions, Json
 from millstream.spark.rows import MESSAGES
+from millstream.spark.variants import with_variants
 from millstream.wire.envelope import ENVELOPE
 
 WINDOW = 1 << 16
@@ -132,7 +133,10 @@ def newest_schema(reading: Reading) -> tuple[Reading, StructType]:
         raise _unknown_table(reading.options.table, journal)
     end = min(reading.head, reading.options.ending_seq or reading.head)
     newest = last_version(journal, found, end)
-    return replace(reading, derived=True), from_arrow_schema(changelog.schema(found[newest]))
+    schema = from_arrow_schema(changelog.schema(found[newest]))
+    if reading.options.json is Json.VARIANT:
+        schema = with_variants(schema, found[newest])
+    return replace(reading, derived=True), schema
 
 
 def _unknown_table(table: str, journal: JournalReader) -> ConfigError:

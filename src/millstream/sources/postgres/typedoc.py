@@ -108,10 +108,10 @@ table in the journal, so everything that reads a change, now or later, sees the 
 
 Spark 4.2 and 4.3 carry TIME in a DataFrame, but read it from a file only with `spark.sql.timeType.enabled=true`.
 
-There is no choice of VARIANT for `json` and `jsonb`. The files are written by Arrow, which has no VARIANT: Spark would
-read such a column as a struct of two binaries, which is not what `format("millstream")` would say of it. And a VARIANT
-does not hold every value: numbers beyond 38 digits are rounded to a double, and an object with one key twice has none.
-Where that does not matter, `parse_json(column)` in Spark makes a VARIANT of the text.
+`json` and `jsonb` become VARIANT in a DataFrame of [`format("millstream")`](../spark.md) with its option
+`json=variant`. A value that no VARIANT holds exactly (a number with too many digits, a key that is there twice) is
+NULL there, with its text in `_ms_special`. Files are written by Arrow, which has no VARIANT: they have the text, and
+`parse_json(column)` reads it.
 
 ## Types that users make
 
