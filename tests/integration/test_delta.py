@@ -142,6 +142,7 @@ def test_a_kill_after_each_step_changes_nothing(tmp_path: Path, form: str) -> No
         for table in ("public.orders", "public.items")
         for row in DeltaTable(str(tmp_path / "lake" / table)).to_pyarrow_table().to_pylist()
     ]
+    assert list((tmp_path / "lake" / "_millstream" / "staging").iterdir()) == []
     if form == "changelog":
         assert Counter(rows) == Counter(journal.written.items())
     else:

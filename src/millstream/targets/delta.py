@@ -2,7 +2,8 @@
 
     PATH/
       schema.table/            a Delta table, written by delta-rs in an executor's task; odd characters as +XX
-      _millstream/             owner, lock and commits, as every directory of ours has them
+      _millstream/             owner, lock and commits, as every directory of ours has them; in staging what tasks
+                               have read ahead
 
 A batch is one task, and one commit of each table. A commit carries how far the table is (Delta's application
 transaction) and goes through only if the table is still the one whose transaction was looked at: so a batch
@@ -13,6 +14,7 @@ tables reads the versions that commits list.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +34,7 @@ from millstream.model import Json, Relation, SeqRange
 from millstream.targets.base import Capabilities, Delivery, LaneBatch, Receipt, TargetContext, TargetCursor
 from millstream.targets.deltas.mirror import mirror_schema, write_mirror
 from millstream.targets.deltas.tables import Handle, lake_schema, open_table
-from millstream.targets.directory import OwnDirectory, as_target_errors, directory_of
+from millstream.targets.directory import OwnDirectory, as_target_errors, directory_of, make_directory
 from millstream.targets.lanes.changelog import as_json
 from millstream.targets.lanes.lane import MESSAGES
 from millstream.targets.lanes.runs import Run, by_table, runs
@@ -83,6 +85,7 @@ class DeltaTarget:
     def open(self, context: TargetContext) -> None:
         _need_deltalake()
         with as_target_errors(self._directory.root):
+            make_directory(self._directory.own / "staging")
             self._cursor = self._directory.open(context)
         self._context = context
 
@@ -90,7 +93,11 @@ class DeltaTarget:
         return self._cursor
 
     def recover(self, cursor: TargetCursor | None) -> None:
-        """Nothing: what a batch left half done is found and completed when it comes again."""
+        """Remove what killed tasks have read ahead. What a batch left half done is completed when it comes again."""
+        with as_target_errors(self._directory.root), self._directory.locked():
+            self._directory.check_owner(self._opened())
+            for left in list((self._directory.own / "staging").iterdir()):
+                shutil.rmtree(left)
 
     def stager(self) -> DeltaLane:
         return DeltaLane(str(self._directory.root), self._options, self._opened())
@@ -129,7 +136,7 @@ class DeltaLane:
 
     def deliver(self, batch: LaneBatch) -> bool:
         directory = OwnDirectory(Path(self.root))
-        with as_target_errors(directory.root), tempfile.TemporaryDirectory(prefix="millstream-delta-") as scratch:
+        with as_target_errors(directory.root), tempfile.TemporaryDirectory(dir=directory.own / "staging") as scratch:
             if self._is_there(directory, batch.range):
                 return False
             # A table's commit cannot be taken back: all changes are there before the first one.
