@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from millstream.journal import JournalReader
 from millstream.journal.format import Slice
 from millstream.model import BatchLimits, SeqRange
 from millstream.spark.slices import Pacer, SliceOptions, SlicePartition, SliceReader, from_rows, to_rows
@@ -71,6 +72,18 @@ def test_a_transaction_larger_than_the_limits_is_one_batch(journal: Journal) -> 
     journal.transaction([("public.orders", i, "x") for i in range(100)])
     planning = reader(journal, max_events=10, max_bytes=10)
     assert planning.latestOffset({"seq": 0}, planning.getDefaultReadLimit()) == {"seq": 100}
+
+
+def test_who_is_behind_by_more_than_a_batch_gets_several_at_once(journal: Journal) -> None:
+    for _ in range(10):
+        journal.transaction([("public.orders", i, "x" * 100) for i in range(100)])
+    size = JournalReader(journal.locations).plan_end(0, max_events=100, max_bytes=1 << 30)
+    assert size is not None
+    planning = reader(journal, max_bytes=size.bytes + size.bytes // 2)
+    ends = [planning.latestOffset({"seq": start}, planning.getDefaultReadLimit())["seq"] for start in (0, 600, 900)]
+    assert ends == [600, 1000, 1000]
+    events = reader(journal, max_bytes=size.bytes, max_events=250)
+    assert events.latestOffset({"seq": 0}, events.getDefaultReadLimit()) == {"seq": 200}
 
 
 def test_nothing_due_is_the_start_again(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,8 @@ _DDL = ", ".join(
 POLL = 0.02
 """Seconds between two looks at the journal's head."""
 
+BACKLOG = 4
+"""Who is behind by more than a batch gets so many at once: a batch has a price, whatever it holds."""
 LONGEST_POLL = 1.0
 """Seconds after which `latestOffset` answers even if nothing is due, so that Spark can stop the query."""
 
@@ -175,6 +177,9 @@ class SliceReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         planned = self._journal.plan_end(start, max_events=limits.max_events, max_bytes=limits.max_bytes)
         if planned is None or not (self._until is not None or self._pacer.due(now, full=planned.full)):
             return None
+        if planned.end < visible:
+            more = BACKLOG * limits.max_bytes
+            planned = self._journal.plan_end(start, max_events=limits.max_events, max_bytes=more) or planned
         end = planned.end if self._until is None else min(planned.end, self._until)
         if end >= visible:
             self._pacer.clear(now)
