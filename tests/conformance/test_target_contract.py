@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import json
 import pickle
-import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Protocol
 
-import duckdb
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from deltalake import DeltaTable
 from pyspark import TaskContext
 from pyspark.sql import SparkSession
 
@@ -37,143 +31,15 @@ from millstream.targets.base import (
     TargetContext,
     TargetCursor,
 )
-from millstream.targets.delta import DeltaOptions, DeltaTarget
-from millstream.targets.duckdb import DuckdbOptions, DuckdbTarget
-from millstream.targets.files import FilesOptions, FilesTarget
 from millstream.targets.lanes import sessions
-from millstream.targets.postgres import PostgresTarget
-from millstream.targets.postgres_options import PostgresTargetOptions
-from millstream.targets.sqlite import SqliteOptions, SqliteTarget
 from tests.fixtures.journals import shop_table
 from tests.fixtures.postgres import Database, fresh_database
 from tests.fixtures.stagers import check_nothing, killing
+from tests.fixtures.target_cases import CASES, Case, DeltaCase, Found, PostgresCase
 from tests.fixtures.tuples import OID, insert, journal_rows
 
 ORDERS = shop_table("orders", OID)
 CONTEXT = TargetContext("shop", "log", "journal-a", "aaaa", 1, "run-1")
-
-Found = list[tuple[int, str]]
-"""What a reader of the target sees of a table: (seq, body), by seq."""
-
-
-class Case(Protocol):
-    """How the suite makes a target and looks at it from outside."""
-
-    failpoint: str
-    """The last step that a task of it can be killed at before its work is done."""
-
-    def make(self) -> Target: ...
-
-    def seen(self, table: str) -> Found: ...
-
-    def litter(self) -> list[str]:
-        """What is there though no batch lists it."""
-
-
-@dataclass
-class FilesCase:
-    path: Path
-    failpoint = "files.staged"
-
-    def make(self) -> Target:
-        return FilesTarget(FilesOptions(path=self.path))
-
-    def seen(self, table: str) -> Found:
-        found: Found = []
-        for path in sorted((self.path / table).glob("*.parquet")):
-            rows = pq.read_table(path, partitioning=None)
-            found += zip(rows["_ms_seq"].to_pylist(), rows["body"].to_pylist(), strict=True)
-        return found
-
-    def litter(self) -> list[str]:
-        commits = [json.loads(path.read_text()) for path in (self.path / "_millstream/commits").glob("*")]
-        listed = {file["path"] for commit in commits for file in commit["files"]}
-        files = {str(path.relative_to(self.path)) for path in self.path.rglob("*.parquet")}
-        return sorted(files - listed)
-
-
-@dataclass
-class SqliteCase:
-    path: Path
-    write: Literal["mirror", "changelog"]
-    failpoint = "lane.written"
-
-    def make(self) -> Target:
-        return SqliteTarget(SqliteOptions(path=self.path, write=self.write))
-
-    def seen(self, table: str) -> Found:
-        with closing(sqlite3.connect(self.path)) as db:
-            if not db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchall():
-                return []
-            return db.execute(f'SELECT _ms_seq, body FROM "{table}" ORDER BY 1, 2').fetchall()
-
-    def litter(self) -> list[str]:
-        return []
-
-
-@dataclass
-class DuckdbCase:
-    path: Path
-    failpoint = "lane.written"
-
-    def make(self) -> Target:
-        return DuckdbTarget(DuckdbOptions(path=self.path))
-
-    def seen(self, table: str) -> Found:
-        with closing(duckdb.connect(str(self.path))) as db:
-            name = table.partition(".")[2]
-            if not db.execute("SELECT 1 FROM duckdb_tables() WHERE table_name = ?", [name]).fetchall():
-                return []
-            return db.execute(f"SELECT _ms_seq, body FROM {table} ORDER BY 1, 2").fetchall()
-
-    def litter(self) -> list[str]:
-        return []
-
-
-@dataclass
-class DeltaCase:
-    path: Path
-    write: Literal["mirror", "changelog"]
-    failpoint = "delta.written"
-
-    def make(self) -> Target:
-        return DeltaTarget(DeltaOptions(path=self.path, write=self.write))
-
-    def seen(self, table: str) -> Found:
-        if not DeltaTable.is_deltatable(str(self.path / table)):
-            return []
-        rows = DeltaTable(str(self.path / table)).to_pyarrow_table().sort_by("_ms_seq")
-        return list(zip(rows["_ms_seq"].to_pylist(), rows["body"].to_pylist(), strict=True))
-
-    def litter(self) -> list[str]:
-        return []
-
-
-@dataclass
-class PostgresCase:
-    database: Database
-    failpoint = "lane.written"
-
-    def make(self) -> Target:
-        return PostgresTarget(PostgresTargetOptions(uri=self.database.uri))
-
-    def seen(self, table: str) -> Found:
-        if self.database.sql(f"SELECT to_regclass('{table}') IS NULL") == [(True,)]:
-            return []
-        return self.database.sql(f"SELECT _ms_seq, body FROM {table} ORDER BY 1, 2")
-
-    def litter(self) -> list[str]:
-        return []
-
-
-CASES: dict[str, Callable[[Path], Case]] = {
-    "files": FilesCase,
-    "delta": lambda path: DeltaCase(path, "mirror"),
-    "delta changelog": lambda path: DeltaCase(path, "changelog"),
-    "duckdb": DuckdbCase,
-    "sqlite": lambda path: SqliteCase(path, "mirror"),
-    "sqlite changelog": lambda path: SqliteCase(path, "changelog"),
-}
 
 
 @pytest.fixture(scope="module")
