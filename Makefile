@@ -10,7 +10,7 @@ export PYTHONPATH := $(CURDIR)/src
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test next bench lint format chaos cluster docs types clean
+.PHONY: help setup demo test next bench lint format chaos cluster histories docs types clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -315,16 +314,10 @@ def _mirrored(rows: pa.Table, wanted: pa.Schema) -> pa.Table:
     return pa.table(columns, schema=wanted)
 
 
-@contextmanager
-def _missing_driver() -> Iterator[None]:
+def _need_deltalake() -> None:
     try:
-        yield
+        import deltalake  # noqa: F401 - only to see that it is there
     except ImportError as missing:
         raise DependencyError(
             "a delta target needs deltalake, which is not installed", hint="pip install 'millstream[delta]'"
         ) from missing
-
-
-def _need_deltalake() -> None:
-    with _missing_driver():
-        import deltalake  # noqa: F401 - only to see that it is there
