@@ -105,7 +105,7 @@ class _Fold:
         self.has_before = booleans(before.is_valid())
         names = [inner.name for inner in before.type]
         self.old = dict(zip(names, before.flatten(), strict=True))
-        self.unsent = _unsent(whole(changes["_ms_unchanged"]))
+        self.unsent = unsent_masks(whole(changes["_ms_unchanged"]))
         self.special = _special(whole(changes["_ms_special"]), self.size)
         self.places = {name: self._sent(name, mask) for name, mask in self.unsent.items() if name in self.new}
         self.keys = {name: self._key_values(name) for name in key}
@@ -331,7 +331,7 @@ def whole(column: pa.ChunkedArray) -> pa.Array:
     return pa.concat_arrays(combined.chunks) if isinstance(combined, pa.ChunkedArray) else combined
 
 
-def _unsent(lists: pa.ListArray) -> dict[str, Bools]:
+def unsent_masks(lists: pa.ListArray) -> dict[str, Bools]:
     """By column which changes did not send it; empty when all sent everything."""
     names = lists.flatten()
     if not len(names):

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from millstream.transforms.shape import Shape
+
 Json = dict[str, Any]
 
 
@@ -251,3 +253,5 @@ class StreamSpec:
     commit: str = "all"
     """all | required | quorum:N"""
     checkpoint_interval_ms: int = 1000
+    shape: Shape = field(default_factory=Shape)
+    """What becomes of rows on the way to the targets: filters and transforms."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -18,13 +19,14 @@ pytestmark = pytest.mark.postgres
 FILES = {"name": "log", "kind": "files", "path": "./log"}
 
 
-def check(tmp_path: Path, uri: str, tables: list[str], target: Json = FILES) -> tuple[int, Json]:
+def check(tmp_path: Path, uri: str, tables: list[str], target: Json = FILES, **keys: Any) -> tuple[int, Json]:
     """Exit code and JSON of a check with a look at the database."""
     stream = {
         "name": "shop",
         "source": {"kind": "postgres", "uri": uri, "tables": tables, "connect_timeout": "3s"},
         "mode": "cdc",
         "targets": [target],
+        **keys,
     }
     (tmp_path / "shop.yaml").write_text(json.dumps(stream))
     result = CliRunner().invoke(app, ["check", "--connect", "--json", str(tmp_path / "shop.yaml")])
@@ -73,3 +75,29 @@ def test_a_table_that_a_mirror_cannot_follow_is_named(
     assert [(one["table"], one["message"]) for one in keys] == [
         ("public.bag", "it has no primary key: an update or delete of it stops copy")
     ] * said
+
+
+def test_filters_and_transforms_are_held_against_the_tables(tmp_path: Path, database: Database) -> None:
+    database.sql(
+        "CREATE TABLE orders (id int PRIMARY KEY, status text); CREATE TABLE items (id int PRIMARY KEY, n int)"
+    )
+    copy = {"name": "copy", "kind": "sqlite", "path": "./copy.db"}
+    shape = {
+        "match": [{"column": "status", "equals": "paid", "tables": ["public.orders"]}],
+        "transforms": [{"rename": {"n": "amount"}, "tables": ["public.items"]}],
+    }
+    code, found = check(tmp_path, database.uri, ["public.*"], copy, **shape)
+    assert code == 0, found
+    (warning,) = [message for name, message in findings(found, "warning") if name == "filter"]
+    assert "does not send it (status), which the filters of stream shop need" in warning
+    wrong = {
+        "match": [{"column": "status", "equals": "paid"}, {"column": "id", "in": [1], "tables": ["public.order"]}],
+        "transforms": [{"mask": "id", "tables": ["public.orders"]}],
+    }
+    code, found = check(tmp_path, database.uri, ["public.*"], copy, **wrong)
+    assert code == 1
+    assert sorted(message for name, message in findings(found, "error") if name == "transforms") == [
+        "stream shop: equals: public.items has no column status",
+        "stream shop: mask: public.orders.id is part of the key, without which a mirror cannot tell rows apart",
+        "stream shop: no table of it is meant by public.order",
+    ]

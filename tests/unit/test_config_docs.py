@@ -91,6 +91,15 @@ def test_every_example_loads(tmp_path: Path) -> None:
     assert names == [("shop", "shop", "all"), ("shop", "main", "required")]
 
 
+def test_every_example_of_filters_loads(tmp_path: Path) -> None:
+    examples = re.findall(r"```yaml\n(.*?)```", (PAGE.parent / "filters.md").read_text(), re.DOTALL)
+    assert examples
+    for example in examples:
+        (tmp_path / "stream.yaml").write_text(example)
+        (stream,) = load_streams([tmp_path / "stream.yaml"])
+        assert stream.shape
+
+
 @pytest.mark.parametrize("kind", sorted(set(TARGETS) - {"files"}))
 def test_every_example_of_a_target_loads(tmp_path: Path, kind: str) -> None:
     examples = re.findall(r"```yaml\n(.*?)```", (PAGE.parent / "targets" / f"{kind}.md").read_text(), re.DOTALL)

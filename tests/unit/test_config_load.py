@@ -209,12 +209,12 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(problems: Callable[.
         (
             "mode: cdc",
             'mode: cdc\nfilter: "a = 1"',
-            "7:9: filter: is not available in this version; remove it: every row is delivered",
+            "7:9: filter: is not available in this version; use `match`",
         ),
         (
             "mode: cdc",
-            "mode: cdc\ntransforms: [{drop: x}]",
-            "7:13: transforms: is not available in this version; leave it out: rows are delivered as they are",
+            "mode: cdc\ntransforms: [{select: x}]",
+            "7:14: transforms[0]: SQL and Python are not available in this version",
         ),
         (
             "mode: cdc",

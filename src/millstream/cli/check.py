@@ -43,23 +43,25 @@ def check(
 
 
 def _preflight(source: SourceSpec, streams: list[StreamSpec]) -> list[Finding]:
-    from millstream.config.kinds import MIRRORS
+    from millstream.config.kinds import is_mirror
     from millstream.sources import open_source
     from millstream.sources.base import Severity
+    from millstream.transforms.check import shape_findings
 
     mirrors = [
         target.name
         for stream in streams
         for target in stream.targets
-        if stream.source.name == source.name
-        and target.kind in MIRRORS
-        and target.options.get("write", "mirror") == "mirror"
+        if stream.source.name == source.name and is_mirror(target)
     ]
     opened = open_source(source)
     try:
         found = opened.preflight()
         if mirrors and not any(one.severity is Severity.ERROR for one in found):
             found += _without_key(opened.relations(source.tables), mirrors)
+        for stream in streams:
+            if stream.source.name == source.name and stream.shape:
+                found += shape_findings(stream, opened.relations(stream.source.tables))
         return found
     finally:
         opened.close()

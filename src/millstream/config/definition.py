@@ -19,6 +19,7 @@ from millstream.model import (
     TargetSpec,
 )
 from millstream.secrets import redact
+from millstream.transforms.shape import Shape
 
 _STARRED = re.compile(
     r"(?i):\*\*\*(?=@)"  # user:***@host
@@ -37,6 +38,10 @@ def definition(spec: StreamSpec) -> Json:
     source["on_limit"] = spec.source.on_limit.value
     source["tables"] = list(spec.source.tables)
     value["targets"] = list(value["targets"])
+    # Left out where it says nothing: streams that were written down before there was such a thing stay the same.
+    del value["shape"]
+    if spec.shape:
+        value["shape"] = spec.shape.to_json()
     for target in value["targets"]:
         if isinstance(target["options"].get("uri"), str):
             target["options"] = {**target["options"], "uri": redact(target["options"]["uri"])}
@@ -73,6 +78,7 @@ def from_definition(value: Mapping[str, Any]) -> StreamSpec:
         ),
         commit=value["commit"],
         checkpoint_interval_ms=value["checkpoint_interval_ms"],
+        shape=Shape.from_json(value["shape"]) if "shape" in value else Shape(),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from millstream.model import BatchLimits
+from millstream.model import BatchLimits, TargetSpec
 
 MAX_EVENTS = 500_000
 
@@ -75,8 +75,14 @@ TARGETS = {
     ),
     "sqlite": TargetKind("millstream.targets.sqlite:SqliteOptions", DATABASE_LIMITS, choices={}),
 }
-MIRRORS = ("duckdb", "postgres", "sqlite")
+MIRRORS = ("delta", "duckdb", "postgres", "sqlite")
 """Kinds that keep tables equal to the source's, unless they are told `write: changelog`."""
+
+
+def is_mirror(target: TargetSpec) -> bool:
+    """Whether a target keeps tables equal to the source's."""
+    return target.kind in MIRRORS and target.options.get("write", "mirror") == "mirror"
+
 
 TARGETS_LATER = (
     *("iceberg", "mysql", "mariadb", "clickhouse", "kafka", "nats", "redis"),

@@ -16,6 +16,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import BaseModel
 
+from millstream.config import shaping
 from millstream.config.definition import same_source
 from millstream.config.document import read_document
 from millstream.config.kinds import SOURCES, TARGETS, SourceKind, TargetKind, check_pattern, options_model
@@ -114,6 +115,8 @@ def _stream(report: Reporter, base: Path) -> StreamSpec | None:
     for index, target in enumerate(raw_targets):
         _check_uri(report, ("targets", index), target, TARGETS)
     _check_tables(report, raw.get("source"))
+    if keys is not None:
+        _check_shape(report, keys)
     _check_target_names(report, raw_targets)
     _check_commit(report, raw.get("commit", "all"), raw_targets)
     if keys is None or len(report.problems) > count:
@@ -125,6 +128,7 @@ def _stream(report: Reporter, base: Path) -> StreamSpec | None:
         targets=tuple(_target_spec(one, options) for one, options in zip(keys.targets, targets, strict=True)),
         commit=keys.commit,
         checkpoint_interval_ms=keys.checkpoint_interval,
+        shape=shaping.made(keys, lambda reference: _absolute_ref(reference, base)),
     )
 
 
@@ -240,6 +244,26 @@ def _check_tables(report: Reporter, raw: object) -> None:
                 check_pattern(SOURCES[raw["kind"]], pattern)
             except ConfigError as wrong:
                 report.problem(("source", "tables", index), wrong.message, wrong.hint)
+
+
+def _check_shape(report: Reporter, keys: StreamKeys) -> None:
+    """The table patterns of filters and transforms."""
+    named: list[tuple[tuple[str | int, ...], str]] = [(("filter", pattern), pattern) for pattern in keys.filter]
+    tables = [(("match", index), one.tables) for index, one in enumerate(keys.match)]
+    tables += [(("transforms", index), one.tables) for index, one in enumerate(keys.transforms)]
+    for place, patterns in tables:
+        named += [((*place, "tables", number), pattern) for number, pattern in enumerate(patterns)]
+    for index, transform in enumerate(keys.transforms):
+        for step in transform.made(str):
+            if step.verb in ("add_sql", "select", "python"):
+                report.problem(("transforms", index), "SQL and Python are not available in this version")
+    if keys.filter:
+        report.problem(("filter",), "is not available in this version", "use `match`")
+    for at, pattern in named:
+        try:
+            check_pattern(SOURCES[keys.source.kind], pattern)
+        except ConfigError as wrong:
+            report.problem(at, wrong.message, wrong.hint)
 
 
 def _check_target_names(report: Reporter, raw: Sequence[object]) -> None:

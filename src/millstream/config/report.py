@@ -77,7 +77,8 @@ class Reporter:
     ) -> None:
         path = (*at, *loc)
         if kind == "extra_forbidden":
-            self.refuse_unknown(path[:-1], {str(loc[-1]): None}, list(_fields_at(model, loc[:-1])))
+            known = [field.alias or name for name, field in _fields_at(model, loc[:-1]).items()]
+            self.refuse_unknown(path[:-1], {str(loc[-1]): None}, known)
             return
         cause = context.get("error")
         if isinstance(cause, Refusal):

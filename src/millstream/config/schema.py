@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from millstream.config.kinds import SOURCES, SOURCES_LATER, TARGETS, TARGETS_LATER
 from millstream.config.problems import Refusal, nearest
+from millstream.config.shaping import Keys, ShapeKeys
 from millstream.config.units import parse_duration_ms, parse_size
 from millstream.model import AckPolicy, Mode, OnLimit
 
@@ -78,22 +79,10 @@ def _retention(value: object) -> object:
     return value
 
 
-def _not_yet(empty: tuple[object, ...], instead: str) -> Callable[[object], None]:
-    def check(value: object) -> None:
-        if value not in empty:
-            raise Refusal("is not available in this version", instead)
-
-    return check
-
-
 Name = Annotated[str, BeforeValidator(_name)]
 AuthRef = Annotated[str, BeforeValidator(_auth_ref)]
 Duration = Annotated[int, BeforeValidator(parse_duration_ms), Field(gt=0)]
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
-
-
-class _Keys(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
 
 class _KeysAndOptions(BaseModel):
@@ -101,7 +90,7 @@ class _KeysAndOptions(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, hide_input_in_errors=True)
 
 
-class BatchKeys(_Keys):
+class BatchKeys(Keys):
     """When a target's batch is cut; each limit that is left out has the default of the target's kind."""
 
     max_ms: Duration | None = None
@@ -109,7 +98,7 @@ class BatchKeys(_Keys):
     max_events: Annotated[int, Field(gt=0)] | None = None
 
 
-class RetentionKeys(_Keys):
+class RetentionKeys(Keys):
     """How much of a source's journal is kept; what is over either limit goes."""
 
     age: Duration | None = None
@@ -139,16 +128,12 @@ class TargetKeys(_KeysAndOptions):
     required: bool = True
 
 
-class StreamKeys(_Keys):
+class StreamKeys(ShapeKeys):
     """The keys of a stream."""
 
     name: Name
     source: SourceKeys
     mode: Annotated[Mode, BeforeValidator(_one_of([Mode.CDC, Mode.SNAPSHOT_THEN_CDC], [Mode.SNAPSHOT]))]
-    filter: Annotated[Any, BeforeValidator(_not_yet((None, ""), "remove it: every row is delivered"))] = None
-    transforms: Annotated[
-        Any, BeforeValidator(_not_yet((None, []), "leave it out: rows are delivered as they are"))
-    ] = None
     targets: Annotated[list[TargetKeys], Field(min_length=1)]
     commit: Annotated[str, BeforeValidator(_commit)] = "all"
     conflict: Annotated[

@@ -101,6 +101,7 @@ class Baseline:
             _reached(begun, found),
             self._opening.relation_ids(chunk.relation for chunk in found.chunks),
             begun.stager,
+            self._opening.shaping,
         )
         count = len(found.chunks)
         tasks = count if self._target.capabilities.parallel else 1

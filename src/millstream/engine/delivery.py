@@ -17,6 +17,7 @@ from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException, PythonException
 from pyspark.sql import DataFrame, SparkSession
 
+from millstream.config.kinds import is_mirror
 from millstream.engine.backoff import Backoff
 from millstream.engine.baseline import Baseline, BaselineStopped
 from millstream.engine.batch import BatchResult, run_batch
@@ -31,6 +32,7 @@ from millstream.spark.stage import reached
 from millstream.spark.tables import OwnTables
 from millstream.state.base import StateStore
 from millstream.targets.base import Target
+from millstream.transforms.shape import Shaping
 
 ONCE_TRIES = 8
 """How often a run with an end tries in vain (for about a minute) before it fails; one without an end never gives up."""
@@ -73,7 +75,10 @@ class DeliveryQuery:
         self._once = once
         self._on_cursor = on_cursor
         self._store = store
-        self._opening = Opening(stream.name, target_spec.name, target, tuple(locations), store, checkpoint_root, tables)
+        shaping = Shaping(stream.name, stream.shape, is_mirror(target_spec)) if stream.shape else None
+        self._opening = Opening(
+            stream.name, target_spec.name, target, tuple(locations), store, checkpoint_root, tables, shaping
+        )
         self.stopping = threading.Event()
         """Set once `stop` was asked for; a batch that waits then gives up."""
         self._settled = threading.Event()

@@ -9,18 +9,23 @@ from datetime import UTC, datetime
 from pathlib import Path
 from uuid import uuid4
 
+import pyarrow as pa
+
+from millstream.changelog import assemble, pieces
 from millstream.engine.epochs import BASELINE, Decision, Situation, decide
 from millstream.errors import JournalMismatch, TargetUnavailable
 from millstream.failpoint import failpoint
 from millstream.journal import Cut, JournalReader, check_cursor, open_slice
 from millstream.journal.format import Header
 from millstream.model import Cursor, Relation, SeqRange
+from millstream.spark.changes import Shaped
 from millstream.spark.probe import Needed
 from millstream.spark.rows import described
 from millstream.spark.stage import StagePlan
 from millstream.spark.tables import OwnTables, share
 from millstream.state.base import EpochRecord, StateStore, Tally
 from millstream.targets.base import ASKING, Lane, Stager, Target, TargetContext, TargetCursor
+from millstream.transforms.shape import Shaping
 
 UNSEEN = 1 << 30
 """From here on `_ms_schema` numbers descriptions that only a baseline has seen."""
@@ -67,6 +72,7 @@ class Opening:
         store: StateStore,
         checkpoint_root: Path,
         tables: OwnTables | None = None,
+        shaping: Shaping | None = None,
     ) -> None:
         self._stream = stream
         self._name = target_name
@@ -75,6 +81,7 @@ class Opening:
         self._store = store
         self._root = checkpoint_root
         self._tables = tables
+        self.shaping = shaping
         self._journal = JournalReader(locations)
 
     def open(self, distrust: str | None) -> Opened:
@@ -100,6 +107,7 @@ class Opening:
             decision.after_position,
             self._target.stager(),
             self._tables,
+            self.shaping,
         )
         checkpoint = self._root / str(decision.epoch)
         opened = Opened(header, decision.epoch, current.start_seq, decision.seq, decision.reason, checkpoint, plan)
@@ -175,16 +183,26 @@ class Opening:
 
         How many bytes that were nobody can know any more.
         """
-        pieces, _ = share(self._locations, self._tables, [(piece, span) for piece in self._journal.slices(span)])
+        slices = [(piece, span) for piece in self._journal.slices(span)]
+        own, _ = share(self._locations, self._tables, slices)
         tables: dict[str, Tally] = {}
-        for piece, _ in pieces:
+        for piece, _ in own:
             rows = open_slice(piece, self._locations, span, opened.plan.after_position)
-            if rows.num_rows:
-                name = described(self._locations, opened.header.source_kind, piece.journal_id, piece.relation).table
+            relation = described(self._locations, opened.header.source_kind, piece.journal_id, piece.relation)
+            count = self._count(rows, relation, piece.relation)
+            if count:
+                name = relation.table
                 before = tables.get(name, Tally(name, 0, 0, 0))
                 last = max(before.last_seq, rows.column("seq")[-1].as_py())
-                tables[name] = Tally(name, before.events + rows.num_rows, 0, last)
+                tables[name] = Tally(name, before.events + count, 0, last)
         return list(tables.values())
+
+    def _count(self, rows: pa.RecordBatch, relation: Relation, relation_id: int) -> int:
+        """How many of these changes filters let through."""
+        if self.shaping is None:
+            return int(rows.num_rows)
+        decoded = (assemble(part, relation, relation_id, "") for part in pieces(rows))
+        return sum(batch.num_rows for batch in Shaped(self.shaping, relation, relation_id, decoded))
 
     def _saved(self) -> Cursor | None:
         return self._store.get_cursor(self._stream, self._name)

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from millstream.config.definition import definition, from_definition, same_source
+from millstream.config.kinds import is_mirror
 from millstream.engine.commit import ack_position
 from millstream.engine.deletion import Deletion
 from millstream.engine.fit import open_target
@@ -54,6 +55,8 @@ class Operations:
         for stream in streams:
             check_stream(stream)
         self._check_sources(streams)
+        for stream in streams:
+            self._check_shape(stream)
         for stream in streams:
             described, before = definition(stream), self._store.get_stream(stream.name)
             if before != described:
@@ -184,6 +187,24 @@ class Operations:
                         f"streams {other.name} and {stream.name} describe source {stream.source.name} differently",
                         hint="make all but `tables` equal, or give one of the sources another name",
                     )
+
+    def _check_shape(self, stream: StreamSpec) -> None:
+        """A mirror has the rows of the filters and transforms it began with: others would leave it half of each."""
+        there = self._store.get_stream(stream.name)
+        if there is None or from_definition(there).shape == stream.shape:
+            return
+        known = {target["name"] for target in there["targets"]}
+        begun = [
+            target.name
+            for target in stream.targets
+            if target.name in known and is_mirror(target) and self._store.get_cursor(stream.name, target.name)
+        ]
+        if begun:
+            raise ConfigError(
+                f"stream {stream.name}: its filters or transforms were changed, and {', '.join(begun)} has the rows "
+                "that the former ones left",
+                hint="give the target another name and place, so that it begins anew with the new ones",
+            )
 
     def _what(self, name: str, target: str | None) -> str:
         return f"stream {name}" if target is None else f"target {target} of stream {name}"

@@ -118,8 +118,9 @@ class RunningStreams:
         for stream in streams:
             member = self._members.get(stream.name)
             if member is not None and member.spec != stream:
-                # A target that stays as it is goes on without a break.
-                changed = {target.name for target in member.spec.targets if target not in stream.targets}
+                # A target that stays as it is goes on without a break, unless it gets other rows from now on.
+                reshaped = member.spec.shape != stream.shape
+                changed = {one.name for one in member.spec.targets if reshaped or one not in stream.targets}
                 self._stop(member.deliveries, changed)
                 member.spec = stream
                 member.unfit.clear()

@@ -21,9 +21,11 @@ from millstream.model import Op, Relation, SeqRange, SourceSpec
 from millstream.sources import read_chunk
 from millstream.sources.base import Chunk, SnapshotPlan
 from millstream.sources.postgres.cells import integers
+from millstream.spark.changes import Shaped
 from millstream.spark.rows import CHUNK_BYTES, CHUNK_ROWS
 from millstream.spark.stage import describe, error_row, receipt_rows
 from millstream.targets.base import Attempt, Lane, LaneBatch, Part, Receipt, Stager
+from millstream.transforms.shape import Shaping
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class BaselinePlan:
     """The position up to which the target has all changes with it."""
     relation_ids: dict[Relation, int] = field(hash=False)
     stager: Stager | Lane
+    shaping: Shaping | None = None
+    """The stream's filters and transforms; None: every row goes on as it is."""
 
 
 def baseline_function(plan: BaselinePlan) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
@@ -63,11 +67,11 @@ def _read(plan: BaselinePlan, numbers: Sequence[int], attempt: int) -> Iterator[
     for number in numbers:
         reading = _Reading(plan, [number])
         where = Attempt(number, attempt, baseline=True)
-        receipts = plan.stager.stage(reading.relation, reading.relation_id, iter(reading), where)
-        if reading.rows != sum(receipt.rows for receipt in receipts):
+        receipts = plan.stager.stage(reading.changes.relation, reading.relation_id, iter(reading.changes), where)
+        if reading.rows != reading.changes.left_out + sum(receipt.rows for receipt in receipts):
             raise TargetRefused(f"{reading.relation.table}: rows were read but not all of them were staged")
         failpoint("snapshot.chunk_staged")
-        yield receipt_rows(receipts, reading.relation_id, 0)
+        yield receipt_rows(receipts, reading.relation_id, reading.changes.left_out)
 
 
 def _deliver(plan: BaselinePlan, lane: Lane, numbers: Sequence[int]) -> Iterator[pa.RecordBatch]:
@@ -76,7 +80,7 @@ def _deliver(plan: BaselinePlan, lane: Lane, numbers: Sequence[int]) -> Iterator
     for number in numbers:
         tables.setdefault(plan.snapshot.chunks[number].relation, []).append(number)
     readings = [_Reading(plan, group) for group in tables.values()]
-    parts = [Part(reading.relation, reading.relation_id, iter(reading)) for reading in readings]
+    parts = [Part(one.changes.relation, one.relation_id, iter(one.changes)) for one in readings]
 
     def check_complete() -> None:
         unread = [reading.relation.table for reading in readings if not reading.ended]
@@ -85,7 +89,7 @@ def _deliver(plan: BaselinePlan, lane: Lane, numbers: Sequence[int]) -> Iterator
 
     lane.deliver(LaneBatch(SeqRange(plan.seq, plan.seq), plan.end_position, parts, check_complete))
     for reading in readings:
-        yield receipt_rows(reading.receipts(), reading.relation_id, 0)
+        yield receipt_rows(reading.receipts(), reading.relation_id, reading.changes.left_out)
 
 
 class _Reading:
@@ -98,6 +102,7 @@ class _Reading:
         self.relation_id = plan.relation_ids[self.relation]
         self.rows = self.bytes = 0
         self.ended = False
+        self.changes = Shaped(plan.shaping, self.relation, self.relation_id, self)
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
         for number in self._numbers:
@@ -105,10 +110,11 @@ class _Reading:
         self.ended = True
 
     def receipts(self) -> Sequence[Receipt]:
-        if not self.rows:
+        written = self.rows - self.changes.left_out
+        if not written:
             return ()
         seq = self._plan.seq
-        return (Receipt(self.relation_id, self.relation.table, self.rows, self.bytes, seq, seq, {}),)
+        return (Receipt(self.relation_id, self.relation.table, written, self.bytes, seq, seq, {}),)
 
     def _chunk(self, number: int, chunk: Chunk) -> Iterator[pa.RecordBatch]:
         # The chunks of a plan are numbered, and a chunk's rows come in the order of their places: the same row has

@@ -23,11 +23,13 @@ from millstream.failpoint import failpoint
 from millstream.journal import Cut, JournalReader
 from millstream.journal.format import Slice
 from millstream.model import Json, Relation, SeqRange
+from millstream.spark.changes import Shaped
 from millstream.spark.probe import Needed, check_myself
 from millstream.spark.rows import Opener, Rows, described
 from millstream.spark.slices import from_rows
 from millstream.spark.tables import OwnTables, share
 from millstream.targets.base import Attempt, Lane, LaneBatch, Part, Receipt, Stager
+from millstream.transforms.shape import Shaping
 
 RECEIPT = pa.schema(
     [
@@ -61,6 +63,8 @@ class StagePlan:
     stager: Stager | Lane
     tables: OwnTables | None = None
     """Which tables of the journal are the stream's; the rows of the others are left out. None: all are."""
+    shaping: Shaping | None = None
+    """The stream's filters and transforms; None: every change goes on as it is."""
 
 
 def stage_function(plan: StagePlan) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
@@ -95,12 +99,12 @@ def _stage(plan: StagePlan, batches: Iterable[pa.RecordBatch], attempt: Attempt)
     for (journal_id, relation_id), group in groupby(slices, key=lambda piece: (piece[0].journal_id, piece[0].relation)):
         relation = described(plan.locations, plan.source_kind, journal_id, relation_id)
         rows = Rows(opener, plan.after_position, group)
-        changes = _decoded(relation, relation_id, plan.event_prefix, rows)
-        receipts = plan.stager.stage(relation, relation_id, changes, attempt)
+        changes = Shaped(plan.shaping, relation, relation_id, _decoded(relation, relation_id, plan.event_prefix, rows))
+        receipts = plan.stager.stage(changes.relation, relation_id, iter(changes), attempt)
         # A stager that did not read to the end must not pass for one that did.
-        if rows.taken != sum(receipt.rows for receipt in receipts):
+        if rows.taken != changes.left_out + sum(receipt.rows for receipt in receipts):
             raise TargetRefused(f"{relation.table}: {rows.taken} rows were read but not all of them were staged")
-        yield receipt_rows(receipts, relation_id, rows.skipped)
+        yield receipt_rows(receipts, relation_id, rows.skipped + changes.left_out)
 
 
 def _decoded(
@@ -118,8 +122,17 @@ class _Reading:
     relation: Relation
     relation_id: int
     rows: Rows
+    plan: StagePlan
     bytes: int = 0
     seqs: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        decoded = _decoded(self.relation, self.relation_id, self.plan.event_prefix, self)
+        self.changes = Shaped(self.plan.shaping, self.relation, self.relation_id, decoded)
+
+    @property
+    def skipped(self) -> int:
+        return self.rows.skipped + self.changes.left_out
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
         for batch in self.rows:
@@ -129,10 +142,11 @@ class _Reading:
                 yield batch
 
     def receipts(self) -> Sequence[Receipt]:
-        if not self.seqs:
+        written = self.rows.taken - self.changes.left_out
+        if not written:
             return ()
         first, last = self.seqs[0], self.seqs[-1]
-        return (Receipt(self.relation_id, self.relation.table, self.rows.taken, self.bytes, first, last, {}),)
+        return (Receipt(self.relation_id, self.relation.table, written, self.bytes, first, last, {}),)
 
 
 def _deliver(
@@ -155,7 +169,7 @@ def _deliver(
     readings = []
     for (journal_id, relation_id), group in groupby(slices, key=lambda piece: (piece[0].journal_id, piece[0].relation)):
         relation = described(plan.locations, plan.source_kind, journal_id, relation_id)
-        readings.append(_Reading(relation, relation_id, Rows(opener, plan.after_position, list(group))))
+        readings.append(_Reading(relation, relation_id, Rows(opener, plan.after_position, list(group)), plan))
 
     def check_complete() -> None:
         read = left_out + sum(reading.rows.taken + reading.rows.skipped for reading in readings)
@@ -166,16 +180,14 @@ def _deliver(
                 hint="run `millstream journal verify`",
             )
 
-    parts = [
-        Part(r.relation, r.relation_id, _decoded(r.relation, r.relation_id, plan.event_prefix, r)) for r in readings
-    ]
+    parts = [Part(r.changes.relation, r.relation_id, iter(r.changes)) for r in readings]
     written = lane.deliver(LaneBatch(span, _end_position(plan, span), parts, check_complete))
     for reading in readings:
         if not written:
             # An earlier try of this task wrote it and could not say so: what it would have said is counted.
-            for _ in reading:
+            for _ in reading.changes:
                 pass
-        yield receipt_rows(reading.receipts(), reading.relation_id, reading.rows.skipped)
+        yield receipt_rows(reading.receipts(), reading.relation_id, reading.skipped)
 
 
 def _end_position(plan: StagePlan, span: SeqRange) -> int:

@@ -1,0 +1,75 @@
+"""What can be said of filters and transforms once the tables are known: before a stream runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from millstream.config.kinds import is_mirror
+from millstream.errors import ConfigError
+from millstream.model import Column, Relation, StreamSpec
+from millstream.sources.base import Finding, Severity
+from millstream.sources.patterns import matcher
+from millstream.transforms.compiled import compiled
+from millstream.transforms.shape import Shaping
+
+_FIXED = {16, 20, 21, 23, 26, 28, 29, 700, 701, 790, 1082, 1083, 1114, 1184, 1186, 1266, 2950, 5069, 3220, 18, 19}
+"""Types whose values are never stored out of line, so that every change sends them."""
+
+
+def shape_findings(stream: StreamSpec, relations: Sequence[Relation]) -> list[Finding]:
+    """What is wrong, or may hurt, with a stream's filters and transforms on these tables."""
+    if not stream.shape:
+        return []
+    found = list(_unmeant(stream, relations))
+    shaping = Shaping(stream.name, stream.shape, any(map(is_mirror, stream.targets)))
+    for relation in relations:
+        try:
+            bound = compiled(shaping, relation)
+        except ConfigError as wrong:
+            found.append(Finding("transforms", Severity.ERROR, wrong.message, wrong.hint, relation.table))
+            continue
+        if bound is not None and bound.rule.filters:
+            found += _unsent(stream, relation, bound.rule.needs)
+    wrong_tables = {one.table for one in found if one.severity is Severity.ERROR}
+    if not wrong_tables:
+        message = f"the filters and transforms of stream {stream.name} fit its {len(relations)} tables"
+        found.append(Finding("transforms", Severity.OK, message))
+    return found
+
+
+def _unmeant(stream: StreamSpec, relations: Sequence[Relation]) -> Iterator[Finding]:
+    """Filters and transforms that no table gets: most likely their pattern is misspelt."""
+    shape = stream.shape
+    patterns = [one.tables for one in shape.filters] + [one.tables for one in shape.fields]
+    for tables in (*patterns, *(one.tables for one in shape.transforms)):
+        if not any(map(matcher(tables), relations)):
+            message = f"stream {stream.name}: no table of it is meant by {', '.join(tables)}"
+            yield Finding("transforms", Severity.ERROR, message, "correct the pattern in the stream file")
+
+
+def _unsent(stream: StreamSpec, relation: Relation, needs: Sequence[str]) -> Iterator[Finding]:
+    """A filter needs values that an update does not send when they are large and did not change."""
+    if relation.identity == "f" or relation.source_kind != "postgres":
+        return
+    large = [column.name for column in relation.columns if _may_be_large(column) and column.name not in relation.key]
+    needed = [name for name in large if name in needs]
+    if needed:
+        what = f"which the filters of stream {stream.name} need: such an update stops its targets"
+        names = needed
+    elif large and any(map(is_mirror, stream.targets)):
+        what = f"so that an update by which a row enters the filters of stream {stream.name} stops its mirrors"
+        names = large
+    else:
+        return
+    yield Finding(
+        "filter",
+        Severity.WARNING,
+        f"an update that leaves a value of more than 2 kB as it was does not send it ({', '.join(names)}), {what}",
+        f'ALTER TABLE "{relation.schema}"."{relation.name}" REPLICA IDENTITY FULL, if there are such values',
+        relation.table,
+    )
+
+
+def _may_be_large(column: Column) -> bool:
+    oid = column.base_type_oid if column.type_kind == "d" else column.type_oid
+    return oid not in _FIXED and column.type_kind != "e"
