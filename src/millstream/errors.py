@@ -19,7 +19,8 @@
     ├── TargetError
     │   ├── TargetUnavailable  transient: try the batch again later
     │   └── TargetRefused      permanent: this target stops, the others go on
-    │       └── MissingBase    a row lacks a value that its change did not send and nobody has
+    │       └── RowRefused     one row cannot be written: without it, or as a dead letter, the batch can
+    │           └── MissingBase    a row lacks a value that its change did not send and nobody has
     ├── SchemaChanged          a table's columns are no longer those that a DataFrame was made with
     ├── StateError             the state store cannot be read or written
     │   └── UnknownStream      the home has no stream, or the stream no target, of that name
@@ -37,6 +38,8 @@ No message ever contains a secret or a value of a user's row.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class MillstreamError(Exception):
@@ -141,10 +144,29 @@ class TargetRefused(TargetError):
     """The target will never take this batch as it is; the target stops and says why."""
 
 
-class MissingBase(TargetRefused):
-    """A change left out a value that it did not change, and neither the batch nor the target has it."""
+class RowRefused(TargetRefused):
+    """The target will never take one of the rows; it may take the others. `kind` is a dead letter's."""
+
+    kind = "value"
+
+    def __init__(self, message: str, *, hint: str | None = None, kind: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.kind = kind or self.kind
+
+
+class MissingBase(RowRefused):
+    """A change left out a value that it did not change, and neither the batch nor the target has it.
+
+    `seqs` are the changes concerned, where that is known.
+    """
 
     kind = "missing_base"
+
+    def __init__(
+        self, message: str, *, hint: str | None = None, kind: str | None = None, seqs: Sequence[int] = ()
+    ) -> None:
+        super().__init__(message, hint=hint, kind=kind)
+        self.seqs = tuple(seqs)
 
 
 class SchemaChanged(MillstreamError):

@@ -53,6 +53,21 @@ class OnLimit(enum.StrEnum):
     STOP = "stop"
 
 
+class OnReject(enum.StrEnum):
+    """What becomes of a row that a target cannot take: a dead letter, or the target's halt."""
+
+    LETTER = "letter"
+    HALT = "halt"
+
+
+class OnOverflow(enum.StrEnum):
+    """What happens when a target has as many dead letters as it may have."""
+
+    HALT = "halt"
+    BLOCK = "block"
+    DROP_OLDEST = "drop_oldest"
+
+
 class StreamState(enum.StrEnum):
     """Where a stream (or one of its targets) stands in its life."""
 
@@ -231,6 +246,15 @@ class SourceSpec:
 
 
 @dataclass(frozen=True)
+class DeadLetters:
+    """What becomes of rows that a target cannot take, and how many of them it may have."""
+
+    on_reject: OnReject = OnReject.LETTER
+    max: int = 1000
+    on_overflow: OnOverflow = OnOverflow.HALT
+
+
+@dataclass(frozen=True)
 class TargetSpec:
     """A target as the stream file describes it. `options` are checked by the target's own schema."""
 
@@ -240,6 +264,7 @@ class TargetSpec:
     required: bool = True
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """May hold a uri with a password, so they do not show themselves."""
+    dead_letters: DeadLetters = DeadLetters()
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,11 @@ ELSEWHERE = {
         ),
         "tests/integration/test_bulk_kills.py",
     ),
+    # The directory that the chaos stream delivers to takes everything.
+    **dict.fromkeys(
+        ("state.letters_added", "letters.recorded", "letters.redelivered", "state.letters_removed"),
+        "tests/integration/test_letter_kills.py",
+    ),
     # Nobody changes the chaos stream while it runs, or replays it.
     "files.rewound": "tests/unit/test_engine_kills.py",
     **{name: "tests/unit/test_engine_kills.py" for name in failpoints() if name.startswith("engine.")},

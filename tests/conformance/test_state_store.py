@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 
 from millstream.errors import StateError
 from millstream.model import Cursor, StreamState
-from millstream.state.base import EpochRecord, Fault, Runtime, StateStore, Tally, Total
+from millstream.state.base import EpochRecord, Fault, Letter, LetterState, Runtime, StateStore, Tally, Total
 from millstream.state.memory import HISTORY, MemoryStateStore
 from millstream.state.sqlite import SqliteStateStore
 
@@ -36,6 +37,19 @@ def cursor(seq: int, *, target: str = "log", stream: str = "shop", journal: str 
 
 def epoch_record(epoch: int, *, target: str = "log", after: int | None = None) -> EpochRecord:
     return EpochRecord("shop", target, epoch, "j1", 7, after, "first start", AT)
+
+
+def letter(seq: int, *, target: str = "copy", kind: str = "value") -> Letter:
+    return Letter(
+        *("shop", target, "public.orders", f"aaaa-{seq}", seq, "c", kind, "it does not fit", AT, str(seq)),
+        relation_id=3,
+        relation={"name": "orders"},
+        payload=b"row",
+    )
+
+
+def numbers(letters: list[Letter]) -> list[int]:
+    return [one.seq for one in letters]
 
 
 def test_a_stream_is_remembered_replaced_and_listed(store: StateStore) -> None:
@@ -412,7 +426,7 @@ def test_a_store_of_another_version_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "state.db") as db:
         db.execute("pragma user_version = 99")
     db.close()
-    with pytest.raises(StateError, match="has version 99, this program knows version 2"):
+    with pytest.raises(StateError, match="has version 99, this program knows version 3"):
         SqliteStateStore(tmp_path / "state.db")
 
 
@@ -422,7 +436,7 @@ def test_a_store_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> N
     store.save_cursor(cursor(4))
     store.close()
     with sqlite3.connect(path) as db:
-        for table in ("totals", "pauses", "captured", "deletions", "faults", "requests"):
+        for table in ("totals", "pauses", "captured", "deletions", "faults", "requests", "letters", "reloads"):
             db.execute(f"drop table {table}")
         db.execute("pragma user_version = 1")
     db.close()
@@ -440,3 +454,65 @@ def test_what_cannot_be_opened_is_a_clear_error(tmp_path: Path, read_only: bool)
     (tmp_path / "state.db").write_text("this is no database, it only looks like a file" * 50)
     with pytest.raises(StateError, match="not a database"):
         SqliteStateStore(tmp_path / "state.db", read_only=read_only)
+
+
+def test_letters_are_listed_without_their_rows_and_read_with_them(store: StateStore) -> None:
+    assert store.add_letters([letter(5), letter(6), letter(5, target="other")]) == []
+    listed = store.letters("shop", "copy")
+    assert numbers(listed) == [5, 6]
+    assert numbers(store.letters()) == [5, 6, 5]
+    assert [(one.payload, one.relation, one.key) for one in listed] == [(b"", {}, "5"), (b"", {}, "6")]
+    whole = store.get_letter(listed[0].id)
+    assert whole == replace(letter(5), id=listed[0].id)
+    assert store.get_letter(1000) is None
+
+
+def test_a_letter_that_is_there_already_stays_as_it_is(store: StateStore) -> None:
+    store.add_letters([letter(5)])
+    (first,) = store.letters()
+    store.mark_letter(first.id, reason="still not")
+    store.add_letters([letter(5), letter(6)])
+    assert [(one.seq, one.reason, one.tries) for one in store.letters()] == [
+        (5, "still not", 1),
+        (6, "it does not fit", 0),
+    ]
+
+
+def test_only_the_newest_letters_of_a_target_are_kept_where_that_is_asked_for(store: StateStore) -> None:
+    store.add_letters([letter(1, target="other"), letter(2), letter(3)])
+    assert numbers(store.add_letters([letter(4), letter(5)], keep=3)) == [2]
+    assert numbers(store.letters("shop", "copy")) == [3, 4, 5]
+    assert numbers(store.letters("shop", "other")) == [1]
+
+
+def test_letters_are_made_obsolete_together_with_the_cursor(store: StateStore) -> None:
+    store.add_letters([letter(5), letter(6, kind="missing_base"), letter(7), letter(5, target="other")])
+    store.save_cursor(cursor(9, target="copy"), superseded={"aaaa-5": 8, "aaaa-6": 9})
+    store.save_cursor(cursor(10, target="copy"), superseded={"aaaa-5": 10})
+    assert [(one.target, one.seq, one.state, one.superseded_by) for one in store.letters()] == [
+        ("copy", 5, LetterState.SUPERSEDED, 8),
+        ("copy", 7, LetterState.WAITING, None),
+        ("other", 5, LetterState.WAITING, None),
+    ]
+    with pytest.raises(StateError):
+        store.save_cursor(cursor(3, target="copy"), superseded={"aaaa-7": 10})
+    assert store.letters("shop", "copy")[-1].state is LetterState.WAITING
+
+
+def test_letters_are_removed_and_go_with_their_stream(store: StateStore) -> None:
+    store.add_letters([letter(5), letter(6)])
+    (first, _) = store.letters()
+    assert store.remove_letters([first.id, 1000]) == 1
+    assert numbers(store.letters()) == [6]
+    store.put_stream("shop", {})
+    store.delete_stream("shop")
+    assert store.letters() == []
+
+
+def test_targets_that_must_begin_anew_are_remembered_until_they_did(store: StateStore) -> None:
+    store.set_needs_reload("shop", "copy", "changes are gone")
+    store.set_needs_reload("shop", "log", "other changes are gone")
+    assert store.needs_reload("shop") == {"copy": "changes are gone", "log": "other changes are gone"}
+    store.set_needs_reload("shop", "copy", None)
+    assert store.needs_reload("shop") == {"log": "other changes are gone"}
+    assert store.needs_reload("bank") == {}

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from millstream.engine import baseline, delivery
+from millstream.engine.letters import LetterBox
 from millstream.engine.opening import Opening
 from millstream.model import BatchLimits, Mode, SourceSpec, StreamSpec, TargetSpec
 from millstream.observe import Observers
@@ -33,9 +34,11 @@ def read_tables(root: Path, stream: StreamSpec, locations: tuple[str, ...]) -> N
     (spec,) = stream.targets
     spark: Any = FakeSpark()
     target = open_target(spec)
-    opening = Opening(stream.name, spec.name, target, locations, MemoryStateStore(), root / "checkpoints")
+    store = MemoryStateStore()
+    opening = Opening(stream.name, spec.name, target, locations, store, root / "checkpoints")
+    letters = LetterBox(store, stream, spec, target, lambda *_: None)
     assert opening.is_new()
-    baseline.Baseline(spark, stream.source, target, opening, lambda *_: None, threading.Event()).run()
+    baseline.Baseline(spark, stream.source, target, opening, letters, lambda *_: None, threading.Event()).run()
     target.close()
 
 

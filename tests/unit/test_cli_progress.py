@@ -19,7 +19,7 @@ from millstream.observe import Event, Level
 def target(state: StreamState = StreamState.RUNNING) -> TargetStatus:
     return TargetStatus(
         *("log", "files", state, 1, 5, "0/1", 1300, 0.42, None, 5, 9, 1, None, None, None),
-        *(None, 5, 9, 0, None, ()),
+        *(None, 5, 9, 0, None, 0, ()),
     )
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from millstream.config import load_streams
 from millstream.config.kinds import MAX_EVENTS, SOURCES, TARGETS, options_model
-from millstream.config.schema import BatchKeys, RetentionKeys, SourceKeys, StreamKeys, TargetKeys
+from millstream.config.schema import BatchKeys, DeadLetterKeys, RetentionKeys, SourceKeys, StreamKeys, TargetKeys
 from millstream.config.units import parse_duration_ms, parse_size
 from millstream.sources.postgres.options import TypeChoices
 
@@ -24,6 +24,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "Postgres": options_model(SOURCES["postgres"].options),
     "Column types": TypeChoices,
     "A target": TargetKeys,
+    "Dead letters": DeadLetterKeys,
     "A batch": BatchKeys,
     "Files": options_model(TARGETS["files"].options),
     "Postgres as a target": options_model(TARGETS["postgres"].options),

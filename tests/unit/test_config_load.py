@@ -437,6 +437,7 @@ def test_a_stream_is_stored_as_plain_json(load: Load, tmp_path: Path) -> None:
         "limits": {"max_ms": 5000, "max_bytes": 16 << 20, "max_events": 500_000},
         "required": True,
         "options": {"path": f"{tmp_path}/log"},
+        "dead_letters": {"on_reject": "letter", "max": 1000, "on_overflow": "halt"},
     }
 
 

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from millstream.cli.bench import bench
 from millstream.cli.check import check
 from millstream.cli.demo import demo
+from millstream.cli.dlq import dlq
 from millstream.cli.doctor import doctor
 from millstream.cli.journal import journal
 from millstream.cli.output import report_error
@@ -69,6 +70,7 @@ app.command()(status)
 app.command()(pause)
 app.command()(resume)
 app.command()(delete)
+app.add_typer(dlq, name="dlq")
 app.add_typer(journal, name="journal")
 app.command()(doctor)
 app.command()(bench)

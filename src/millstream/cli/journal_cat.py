@@ -86,11 +86,12 @@ def _read(reader: JournalReader, range: SeqRange, relations: dict[int, Relation]
             continue
         for piece in pieces(open_slice(slice, reader.locations, range)):
             decoded = assemble(piece, relation, slice.relation, prefix)
-            found += [_change(relation, row) for row in decoded.to_pylist()]
+            found += [one_change(relation, row) for row in decoded.to_pylist()]
     return sorted(found, key=lambda change: int(change["seq"]))
 
 
-def _change(relation: Relation, row: dict[str, Any]) -> Json:
+def one_change(relation: Relation, row: dict[str, Any]) -> Json:
+    """A row of a changelog as JSON."""
     before = row.get(BEFORE)
     return {
         "seq": row["_ms_seq"],

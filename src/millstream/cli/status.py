@@ -97,6 +97,9 @@ def _print_troubles(stream: StreamStatus) -> None:
     for target in stream.targets:
         if target.retrying:
             out.print(f"  target {target.name}: trying again: {target.retrying}", style="yellow")
+        if target.dead_letters:
+            what = f"{target.dead_letters:,} changes could not be taken: millstream dlq list {stream.name}"
+            out.print(f"  target {target.name}: {what}", style="yellow")
     failures = [(f"source {source.name}", source.error, source.hint)]
     failures += [(f"target {target.name}", target.error, target.hint) for target in stream.targets]
     for who, error, hint in failures:

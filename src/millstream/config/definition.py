@@ -10,9 +10,12 @@ from typing import Any
 from millstream.model import (
     AckPolicy,
     BatchLimits,
+    DeadLetters,
     Json,
     Mode,
     OnLimit,
+    OnOverflow,
+    OnReject,
     Retention,
     SourceSpec,
     StreamSpec,
@@ -45,6 +48,8 @@ def definition(spec: StreamSpec) -> Json:
     for target in value["targets"]:
         if isinstance(target["options"].get("uri"), str):
             target["options"] = {**target["options"], "uri": redact(target["options"]["uri"])}
+        letters = target["dead_letters"]
+        target["dead_letters"] = {name: getattr(value, "value", value) for name, value in letters.items()}
     return value
 
 
@@ -73,6 +78,7 @@ def from_definition(value: Mapping[str, Any]) -> StreamSpec:
                 limits=BatchLimits(**target["limits"]),
                 required=target["required"],
                 options=_without_stars(target["options"]),
+                dead_letters=_dead_letters(target.get("dead_letters")),
             )
             for target in value["targets"]
         ),
@@ -80,6 +86,13 @@ def from_definition(value: Mapping[str, Any]) -> StreamSpec:
         checkpoint_interval_ms=value["checkpoint_interval_ms"],
         shape=Shape.from_json(value["shape"]) if "shape" in value else Shape(),
     )
+
+
+def _dead_letters(value: Mapping[str, Any] | None) -> DeadLetters:
+    """What a definition says; the defaults where it was written before there was anything to say."""
+    if value is None:
+        return DeadLetters()
+    return DeadLetters(OnReject(value["on_reject"]), value["max"], OnOverflow(value["on_overflow"]))
 
 
 def has_secret(spec: StreamSpec) -> bool:

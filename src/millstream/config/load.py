@@ -24,7 +24,7 @@ from millstream.config.problems import Problem, StreamFileError, in_order, neare
 from millstream.config.report import Reporter
 from millstream.config.schema import SourceKeys, StreamKeys, TargetKeys
 from millstream.errors import ConfigError
-from millstream.model import BatchLimits, Retention, SourceSpec, StreamSpec, TargetSpec
+from millstream.model import BatchLimits, DeadLetters, Retention, SourceSpec, StreamSpec, TargetSpec
 
 
 @dataclass
@@ -154,7 +154,8 @@ def _target_spec(keys: TargetKeys, options: Mapping[str, Any]) -> TargetSpec:
         max_bytes=keys.batch.max_bytes or default.max_bytes,
         max_events=keys.batch.max_events or default.max_events,
     )
-    return TargetSpec(keys.name, keys.kind, limits, keys.required, options)
+    letters = DeadLetters(keys.on_reject, keys.dead_letters.max, keys.dead_letters.on_overflow)
+    return TargetSpec(keys.name, keys.kind, limits, keys.required, options, letters)
 
 
 def _source_options(report: Reporter, raw: object, base: Path) -> Mapping[str, Any]:

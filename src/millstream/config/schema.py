@@ -16,7 +16,7 @@ from millstream.config.kinds import SOURCES, SOURCES_LATER, TARGETS, TARGETS_LAT
 from millstream.config.problems import Refusal, nearest
 from millstream.config.shaping import Keys, ShapeKeys
 from millstream.config.units import parse_duration_ms, parse_size
-from millstream.model import AckPolicy, Mode, OnLimit
+from millstream.model import AckPolicy, Mode, OnLimit, OnOverflow, OnReject
 
 
 def _one_of(now: Iterable[str], later: Iterable[str] = ()) -> Callable[[object], object]:
@@ -105,6 +105,13 @@ class RetentionKeys(Keys):
     bytes: Size | None = None
 
 
+class DeadLetterKeys(Keys):
+    """How many dead letters a target may have, and what happens beyond."""
+
+    max: Annotated[int, Field(gt=0)] = 1000
+    on_overflow: Annotated[OnOverflow, BeforeValidator(_one_of(OnOverflow))] = OnOverflow.HALT
+
+
 class SourceKeys(_KeysAndOptions):
     """The keys every source has."""
 
@@ -126,6 +133,8 @@ class TargetKeys(_KeysAndOptions):
     kind: Annotated[str, BeforeValidator(_one_of(TARGETS, TARGETS_LATER))]
     batch: BatchKeys = BatchKeys()
     required: bool = True
+    on_reject: Annotated[OnReject, BeforeValidator(_one_of(OnReject))] = OnReject.LETTER
+    dead_letters: DeadLetterKeys = DeadLetterKeys()
 
 
 class StreamKeys(ShapeKeys):

@@ -18,6 +18,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from millstream.engine.batch import BatchResult, collected
+from millstream.engine.letters import LetterBox
 from millstream.engine.opening import Beginning, Opening
 from millstream.failpoint import failpoint
 from millstream.model import Json, SeqRange, SourceSpec
@@ -47,6 +48,7 @@ class Baseline:
         source: SourceSpec,
         target: Target,
         opening: Opening,
+        letters: LetterBox,
         tell: Tell,
         stopping: threading.Event,
     ) -> None:
@@ -54,6 +56,7 @@ class Baseline:
         self._source = source
         self._target = target
         self._opening = opening
+        self._letters = letters
         self._tell = tell
         self._stopping = stopping
         self.progress: Json = {}
@@ -63,6 +66,7 @@ class Baseline:
         """Raises BaselineStopped, or what went wrong; transient errors mean that it can be run again."""
         started = time.monotonic()
         begun = self._opening.begin()
+        self._letters.forget()
         with closing(take_snapshot(self._source, self._waits)) as snapshot:
             found = snapshot.plan
             self._opening.record_baseline(begun, found.position)
@@ -103,17 +107,20 @@ class Baseline:
             begun.stager,
             self._opening.shaping,
         )
-        count = len(found.chunks)
+        with self._watched(found, started):
+            return self._letters.deliver(plan, self._try)
+
+    def _try(self, plan: BaselinePlan) -> BatchResult:
+        count = len(plan.snapshot.chunks)
         tasks = count if self._target.capabilities.parallel else 1
         numbers = self._spark.range(0, count, 1, max(1, tasks))
-        with self._watched(found, started):
-            try:
-                rows = numbers.mapInArrow(baseline_function(plan), RECEIPT_DDL).collect()
-            except (PySparkException, Py4JError):
-                if self._stopping.is_set():
-                    # Not an error: the job was cancelled because we asked for it.
-                    raise BaselineStopped from None
-                raise
+        try:
+            rows = numbers.mapInArrow(baseline_function(plan), RECEIPT_DDL).collect()
+        except (PySparkException, Py4JError):
+            if self._stopping.is_set():
+                # Not an error: the job was cancelled because we asked for it.
+                raise BaselineStopped from None
+            raise
         return collected(rows)
 
     @contextmanager

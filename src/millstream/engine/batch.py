@@ -16,6 +16,7 @@ from millstream.model import Json, SeqRange
 from millstream.spark.stage import RECEIPT_DDL, StagePlan, stage_function
 from millstream.state.base import Tally
 from millstream.targets.base import Receipt
+from millstream.targets.rejects import Reject, RowsRejected
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class BatchResult:
         for receipt in self.receipts:
             counts[receipt.table] += receipt.rows
         return dict(counts)
+
+    @property
+    def superseded(self) -> dict[str, int]:
+        """Letters that changes of the batch made obsolete: event ids, and the seq of what did it."""
+        return {event: seq for receipt in self.receipts for event, seq in receipt.detail.get("superseded", {}).items()}
 
     @property
     def tallies(self) -> tuple[Tally, ...]:
@@ -93,6 +99,8 @@ def collected(rows: Sequence[Row]) -> BatchResult:
 
 
 def _error(named: Json) -> MillstreamError:
+    if named["kind"] == "RowsRejected":
+        return RowsRejected([Reject.from_json(one) for one in named["rejects"]])
     kind = getattr(millstream.errors, named["kind"], None)
     if isinstance(kind, type) and issubclass(kind, MillstreamError):
         return kind(named["message"], hint=named["hint"])

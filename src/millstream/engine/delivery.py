@@ -21,6 +21,7 @@ from millstream.config.kinds import is_mirror
 from millstream.engine.backoff import Backoff
 from millstream.engine.baseline import Baseline, BaselineStopped
 from millstream.engine.batch import BatchResult, run_batch
+from millstream.engine.letters import LetterBox
 from millstream.engine.opening import Opened, Opening, from_micros
 from millstream.errors import JournalError, JournalMismatch, MillstreamError, TargetError
 from millstream.failpoint import failpoint
@@ -75,9 +76,18 @@ class DeliveryQuery:
         self._once = once
         self._on_cursor = on_cursor
         self._store = store
+        self._letters = LetterBox(store, stream, target_spec, target, self._emit)
         shaping = Shaping(stream.name, stream.shape, is_mirror(target_spec)) if stream.shape else None
         self._opening = Opening(
-            stream.name, target_spec.name, target, tuple(locations), store, checkpoint_root, tables, shaping
+            stream.name,
+            target_spec.name,
+            target,
+            tuple(locations),
+            store,
+            checkpoint_root,
+            tables,
+            shaping,
+            self._letters.superseded,
         )
         self.stopping = threading.Event()
         """Set once `stop` was asked for; a batch that waits then gives up."""
@@ -221,7 +231,9 @@ class DeliveryQuery:
         """Bring the source's tables as they are now; the changes that follow are the query's."""
         self.state = StreamState.SNAPSHOT
         self._settled.set()
-        baseline = Baseline(self._spark, self._stream.source, self._target, self._opening, self._emit, self.stopping)
+        baseline = Baseline(
+            self._spark, self._stream.source, self._target, self._opening, self._letters, self._emit, self.stopping
+        )
         self._baseline = baseline
         result = baseline.run()
         self._counts = {
@@ -328,18 +340,19 @@ class DeliveryQuery:
             cut = self._opening.cut(span.end)
             opened = self._current()
             tallies = self._opening.tallies(opened, span)
-            self._opening.save(opened, span.end, cut.resume_position, from_micros(cut.commit_ts_us), tallies)
+            done = self._opening.superseded(opened, span)
+            self._opening.save(opened, span.end, cut.resume_position, from_micros(cut.commit_ts_us), tallies, done)
 
     def _try(self, frame: DataFrame, span: SeqRange) -> None:
         started = time.monotonic()
         opened = self._current()
-        result = run_batch(frame, opened.plan, span)
+        result = self._letters.deliver(opened.plan, lambda plan: run_batch(frame, plan, span))
         failpoint("delivery.staged")
         cut = self._opening.cut(span.end)
         self._target.publish(span, reached(cut, opened.plan), result.receipts)
         failpoint("delivery.published")
         at = from_micros(cut.commit_ts_us)
-        cursor = self._opening.save(opened, span.end, cut.resume_position, at, result.tallies)
+        cursor = self._opening.save(opened, span.end, cut.resume_position, at, result.tallies, result.superseded)
         failpoint("delivery.cursor_saved")
         self._account(span, result, cursor, time.monotonic() - started)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -17,12 +17,13 @@ from millstream.config.definition import from_definition
 from millstream.engine.faults import FaultLog
 from millstream.engine.home import Home
 from millstream.engine.operations import Operations
+from millstream.engine.redelivery import Outcome
 from millstream.engine.requests import RequestDesk, as_arguments, ask
 from millstream.engine.status import StreamStatus, home_status
-from millstream.errors import MillstreamError, NotReady, RequestFailed
+from millstream.errors import MillstreamError, NotReady, RequestFailed, UnknownStream
 from millstream.model import Checkpoint, Json, StreamSpec, StreamState
 from millstream.observe import Event, Level, Observer, Observers
-from millstream.state.base import StateStore
+from millstream.state.base import Letter, StateStore
 
 if TYPE_CHECKING:
     # These bring Spark with them, which an engine that is not started does not need.
@@ -150,13 +151,9 @@ class Engine:
 
     def list_streams(self) -> list[StreamSpec]:
         """Every stream of the home, by name; one that is being deleted too. No password is in them."""
-        if not self._home.state_path.exists():
-            return []
-        store = self._home.open_state(read_only=True)
-        try:
-            return [from_definition(store.get_stream(name) or {}) for name in store.list_streams()]
-        finally:
-            store.close()
+        with self._reading() as store:
+            names = store.list_streams() if store is not None else []
+            return [from_definition(store.get_stream(name) or {}) for name in names] if store is not None else []
 
     def get_status(self, name: str) -> StreamStatus:
         """How one stream is. It asks no process, so a dead one cannot give a wrong answer."""
@@ -220,6 +217,49 @@ class Engine:
                 waits = waits or f"capture is {status.source.state}"
                 raise NotReady(f"stream {name} is {status.state.value} after {timeout:g} s: {waits}")
             pause.wait(LOOK_SECONDS)
+
+    def dead_letters(self, name: str | None = None, target: str | None = None) -> list[Letter]:
+        """The changes that targets could not take, oldest first, without the rows. Raises UnknownStream."""
+        if name is not None:
+            self.get_status(name)
+        with self._reading() as store:
+            return store.letters(name, target) if store is not None else []
+
+    def dead_letter(self, id: int) -> Letter:
+        """One of them, with its row. Raises UnknownStream."""
+        with self._reading() as store:
+            found = store.get_letter(id) if store is not None else None
+        if found is None:
+            raise UnknownStream(f"there is no dead letter {id}", hint="see `millstream dlq list`")
+        return found
+
+    def retry_letters(self, ids: Sequence[int]) -> list[Outcome]:
+        """Deliver dead letters once more. One whose row was written by a later change is removed instead.
+
+        Delivery to their targets pauses meanwhile. What still cannot be taken stays, with the new reason.
+        """
+        if self.is_running:
+            return self._do(lambda operations: operations.retry_letters(ids))
+        done = self._ask("retry_letters", {"ids": list(ids)})["letters"]
+        return [Outcome(**one) for one in done]
+
+    def purge_letters(self, ids: Sequence[int]) -> int:
+        """Give up dead letters: the target's rows stay as they are. Returns how many were removed."""
+        if self.is_running:
+            return self._do(lambda operations: operations.purge_letters(ids))
+        return int(self._ask("purge_letters", {"ids": list(ids)})["purged"])
+
+    @contextmanager
+    def _reading(self) -> Iterator[StateStore | None]:
+        """The home's state; None when there is none yet."""
+        if not self._home.state_path.exists():
+            yield None
+            return
+        store = self._home.open_state(read_only=True)
+        try:
+            yield store
+        finally:
+            store.close()
 
     # The control thread
 

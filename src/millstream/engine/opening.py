@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -73,7 +73,10 @@ class Opening:
         checkpoint_root: Path,
         tables: OwnTables | None = None,
         shaping: Shaping | None = None,
+        superseded: Callable[[StagePlan, SeqRange], dict[str, int]] | None = None,
     ) -> None:
+        """`superseded` tells which dead letters a range of changes made obsolete."""
+        self._superseded = superseded
         self._stream = stream
         self._name = target_name
         self._target = target
@@ -171,12 +174,22 @@ class Opening:
         return cut
 
     def save(
-        self, opened: Opened, seq: int, position: int, commit_ts: datetime | None, tallies: Sequence[Tally] = ()
+        self,
+        opened: Opened,
+        seq: int,
+        position: int,
+        commit_ts: datetime | None,
+        tallies: Sequence[Tally] = (),
+        superseded: Mapping[str, int] | None = None,
     ) -> Cursor:
-        """Move the saved cursor, and with it the target's totals."""
+        """Move the saved cursor, and with it the target's totals and letters."""
         cursor = Cursor(self._stream, self._name, opened.header.journal_id, opened.epoch, seq, position, commit_ts)
-        self._store.save_cursor(cursor, tallies)
+        self._store.save_cursor(cursor, tallies, superseded)
         return cursor
+
+    def superseded(self, opened: Opened, span: SeqRange) -> dict[str, int]:
+        """The same for dead letters that the batch made obsolete."""
+        return self._superseded(opened.plan, span) if self._superseded is not None else {}
 
     def tallies(self, opened: Opened, span: SeqRange) -> list[Tally]:
         """What a published batch brought, counted from the journal: who staged it did not live to say.
@@ -291,7 +304,9 @@ class Opening:
             return
         cut = self._journal.cut_at(opened.seq) if opened.seq >= opened.header.first_seq else None
         if cut is not None:
-            self.save(opened, opened.seq, cut.resume_position, from_micros(cut.commit_ts_us))
+            behind = saved is not None and saved.journal_id == journal and saved.seq < opened.seq
+            done = self.superseded(opened, SeqRange(saved.seq, opened.seq)) if saved and behind else {}
+            self.save(opened, opened.seq, cut.resume_position, from_micros(cut.commit_ts_us), superseded=done)
         else:
             after = opened.plan.after_position
             self.save(opened, opened.seq, opened.header.start_position if after is None else after, None)

@@ -6,6 +6,7 @@ does anything about it, and can be repeated: one that was interrupted is finishe
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 from difflib import get_close_matches
@@ -17,6 +18,7 @@ from millstream.engine.commit import ack_position
 from millstream.engine.deletion import Deletion
 from millstream.engine.fit import open_target
 from millstream.engine.home import Home
+from millstream.engine.redelivery import Outcome, Redelivery
 from millstream.engine.replay import Replay
 from millstream.engine.status import unknown_stream
 from millstream.errors import ConfigError, MillstreamError, NotSupported, UnknownStream
@@ -24,7 +26,7 @@ from millstream.failpoint import failpoint
 from millstream.model import Checkpoint, Json, Mode, StreamSpec
 from millstream.observe import Event, Level, Observer
 from millstream.sources import open_source
-from millstream.state.base import StateStore
+from millstream.state.base import Letter, StateStore
 
 if TYPE_CHECKING:
     # It brings Spark with it, and most commands need none.
@@ -107,6 +109,41 @@ class Operations:
             self._running.stop_targets(name, targets)
         replay.run()
         self._tell("stream.replayed", f"{self._what(name, target)} is replayed from seq {replay.seq}", name, target)
+
+    def retry_letters(self, ids: Sequence[int]) -> list[Outcome]:
+        """Deliver dead letters once more, each only if its row was not written since. Their targets pause for it.
+
+        Raises UnknownStream for an id that is not there, before anything is done.
+        """
+        owners: dict[tuple[str, str], list[int]] = {}
+        for id, letter in self._letters(ids).items():
+            owners.setdefault((letter.stream, letter.target), []).append(id)
+        outcomes: list[Outcome] = []
+        for (name, target), mine in owners.items():
+            self._targets(name, target)
+            if self._running is not None:
+                self._running.stop_targets(name, [target])
+            done = Redelivery(self._home, self._store, self._spec(name), target).run(mine)
+            counts = Counter(one.outcome for one in done)
+            said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+            self._tell("letters.retried", f"{len(done)} dead letters were retried: {said}", name, target)
+            outcomes += done
+        return outcomes
+
+    def purge_letters(self, ids: Sequence[int]) -> int:
+        """Forget dead letters: what they would have done is given up. Raises UnknownStream as `retry_letters`."""
+        owners = Counter((letter.stream, letter.target) for letter in self._letters(ids).values())
+        removed = self._store.remove_letters(ids)
+        for (name, target), count in owners.items():
+            self._tell("letters.purged", f"{count} dead letters were given up", name, target)
+        return removed
+
+    def _letters(self, ids: Sequence[int]) -> dict[int, Letter]:
+        known = {letter.id: letter for letter in self._store.letters()}
+        missing = [str(id) for id in ids if id not in known]
+        if missing:
+            raise UnknownStream(f"there is no dead letter {', '.join(missing)}", hint="see `millstream dlq list`")
+        return {id: known[id] for id in ids}
 
     def delete(self, name: str, *, keep_slot: bool = False, keep_target: bool = False) -> Json:
         """Remove a stream and everything that is kept for it. What was delivered stays where it is.

@@ -42,6 +42,10 @@ def perform(operations: Operations, verb: str, arguments: Mapping[str, Any]) -> 
         operations.resume(arguments["name"], arguments["target"])
     elif verb == "replay":
         operations.replay(arguments["name"], _start(arguments["start"]), arguments["target"])
+    elif verb == "retry_letters":
+        return {"letters": [one.to_json() for one in operations.retry_letters(arguments["ids"])]}
+    elif verb == "purge_letters":
+        return {"purged": operations.purge_letters(arguments["ids"])}
     elif verb == "delete":
         keep = {"keep_slot": arguments["keep_slot"], "keep_target": arguments["keep_target"]}
         return operations.delete(arguments["name"], **keep)

@@ -10,6 +10,7 @@ of a target `Runtime(stream, target, state, TargetReport.to_json())`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime, timedelta
@@ -20,7 +21,7 @@ from millstream.engine.home import Home, Owner
 from millstream.engine.journal_status import JournalStatus, from_us
 from millstream.errors import UnknownStream
 from millstream.model import Checkpoint, Cursor, Json, StreamState
-from millstream.state.base import Fault, Runtime, StateStore
+from millstream.state.base import Fault, LetterState, Runtime, StateStore
 
 SILENCE = 60.0
 """A running process writes its state every `checkpoint_interval`. Seconds after which it counts as stuck."""
@@ -131,6 +132,8 @@ class TargetStatus:
     """`events` and `bytes` count from the start of the process, these two from the start of the stream."""
     errors_last_hour: int
     last_error: str | None
+    dead_letters: int
+    """Changes that it could not take and that no later change has made obsolete."""
     tables: tuple[TableStatus, ...]
 
 
@@ -369,6 +372,7 @@ def _target(
         bytes_replicated=sum(table.bytes_replicated for table in tables),
         errors_last_hour=known.errors_last_hour(name),
         last_error=known.last_error(name),
+        dead_letters=known.dead_letters(name),
         tables=tables,
     )
 
@@ -394,7 +398,11 @@ class _Known:
         self._totals = store.totals(stream)
         self._faults = store.faults(stream)
         self._since = now - timedelta(hours=1)
+        self._letters = Counter(one.target for one in store.letters(stream) if one.state is LetterState.WAITING)
         self.paused = store.paused(stream)
+
+    def dead_letters(self, target: str) -> int:
+        return self._letters[target]
 
     def tables(self, target: str, journal: JournalStatus) -> tuple[TableStatus, ...]:
         mine = (total for total in self._totals if total.target == target)

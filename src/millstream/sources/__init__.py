@@ -6,16 +6,16 @@ for, so that its driver need not be installed for the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from millstream.errors import ConfigError, DependencyError
+from millstream.errors import ConfigError, DependencyError, SourceHalted
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.model import SourceSpec
+    from millstream.model import Relation, SourceSpec
     from millstream.observe import Event
     from millstream.sources.base import Chunk, Snapshot, SnapshotPlan, Source
 
@@ -66,6 +66,20 @@ def read_chunk(spec: SourceSpec, plan: SnapshotPlan, chunk: Chunk) -> Iterator[p
     except ImportError as missing:
         raise _without_driver(missing) from missing
     return chunks.read_chunk(spec, plan, chunk)
+
+
+def read_keys(
+    spec: SourceSpec, relation: Relation, names: Sequence[str], keys: Sequence[Sequence[str]]
+) -> Iterator[pa.LargeBinaryArray]:
+    """The rows with these keys as they are now, for the relation's decoder. Raises as `read_chunk`, and SourceError."""
+    _check_kind(spec)
+    if spec.kind == "scripted":
+        raise SourceHalted("a scripted source has no tables to read")
+    try:
+        from millstream.sources.postgres import chunks
+    except ImportError as missing:
+        raise _without_driver(missing) from missing
+    return chunks.read_keys(spec, relation, names, keys)
 
 
 def remove_source(spec: SourceSpec) -> None:

@@ -25,6 +25,7 @@ from millstream.spark.changes import Shaped
 from millstream.spark.rows import CHUNK_BYTES, CHUNK_ROWS
 from millstream.spark.stage import describe, error_row, receipt_rows
 from millstream.targets.base import Attempt, Lane, LaneBatch, Part, Receipt, Stager
+from millstream.targets.rejects import Guard, Outstanding
 from millstream.transforms.shape import Shaping
 
 
@@ -43,6 +44,9 @@ class BaselinePlan:
     stager: Stager | Lane
     shaping: Shaping | None = None
     """The stream's filters and transforms; None: every row goes on as it is."""
+    outstanding: Outstanding | None = None
+    isolate: bool = False
+    """As in a `StagePlan`."""
 
 
 def baseline_function(plan: BaselinePlan) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
@@ -80,14 +84,18 @@ def _deliver(plan: BaselinePlan, lane: Lane, numbers: Sequence[int]) -> Iterator
     for number in numbers:
         tables.setdefault(plan.snapshot.chunks[number].relation, []).append(number)
     readings = [_Reading(plan, group) for group in tables.values()]
-    parts = [Part(one.changes.relation, one.relation_id, iter(one.changes)) for one in readings]
+    guard = Guard(plan.outstanding or Outstanding())
+    parts = []
+    for one in readings:
+        passed = guard.passed(one.changes.relation, one.relation_id, iter(one.changes))
+        parts.append(Part(one.changes.relation, one.relation_id, passed))
 
     def check_complete() -> None:
         unread = [reading.relation.table for reading in readings if not reading.ended]
         if unread:
             raise TargetRefused(f"{', '.join(unread)}: not all rows were read; nothing was written")
 
-    lane.deliver(LaneBatch(SeqRange(plan.seq, plan.seq), plan.end_position, parts, check_complete))
+    lane.deliver(LaneBatch(SeqRange(plan.seq, plan.seq), plan.end_position, parts, check_complete, plan.isolate))
     for reading in readings:
         yield receipt_rows(reading.receipts(), reading.relation_id, reading.changes.left_out)
 

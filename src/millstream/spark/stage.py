@@ -29,6 +29,7 @@ from millstream.spark.rows import Opener, Rows, described
 from millstream.spark.slices import from_rows
 from millstream.spark.tables import OwnTables, share
 from millstream.targets.base import Attempt, Lane, LaneBatch, Part, Receipt, Stager
+from millstream.targets.rejects import Guard, Outstanding, RowsRejected
 from millstream.transforms.shape import Shaping
 
 RECEIPT = pa.schema(
@@ -65,6 +66,10 @@ class StagePlan:
     """Which tables of the journal are the stream's; the rows of the others are left out. None: all are."""
     shaping: Shaping | None = None
     """The stream's filters and transforms; None: every change goes on as it is."""
+    outstanding: Outstanding | None = None
+    """What a lane must know of changes that it could not take; None: there are none."""
+    isolate: bool = False
+    """A lane shall find out which changes it cannot take."""
 
 
 def stage_function(plan: StagePlan) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
@@ -115,6 +120,19 @@ def _decoded(
         failpoint("stage.slice_decoded")
 
 
+def decoded_slices(
+    plan: StagePlan, planned: Sequence[tuple[Slice, SeqRange]]
+) -> Iterator[tuple[Relation, int, Iterator[pa.RecordBatch]]]:
+    """The changes that a stream has in slices, decoded and shaped when they are read, by relation."""
+    slices, _ = share(plan.locations, plan.tables, planned)
+    opener = Opener(plan.locations, slices)
+    for (journal_id, relation_id), group in groupby(slices, key=lambda piece: (piece[0].journal_id, piece[0].relation)):
+        relation = described(plan.locations, plan.source_kind, journal_id, relation_id)
+        rows = Rows(opener, plan.after_position, list(group))
+        changes = Shaped(plan.shaping, relation, relation_id, _decoded(relation, relation_id, plan.event_prefix, rows))
+        yield changes.relation, relation_id, iter(changes)
+
+
 @dataclass
 class _Reading:
     """One relation's rows in a lane's task, and a count of what was read of them."""
@@ -125,6 +143,7 @@ class _Reading:
     plan: StagePlan
     bytes: int = 0
     seqs: list[int] = field(default_factory=list)
+    detail: Json = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         decoded = _decoded(self.relation, self.relation_id, self.plan.event_prefix, self)
@@ -146,7 +165,7 @@ class _Reading:
         if not written:
             return ()
         first, last = self.seqs[0], self.seqs[-1]
-        return (Receipt(self.relation_id, self.relation.table, written, self.bytes, first, last, {}),)
+        return (Receipt(self.relation_id, self.relation.table, written, self.bytes, first, last, self.detail),)
 
 
 def _deliver(
@@ -179,14 +198,22 @@ def _deliver(
                 "nothing was written",
                 hint="run `millstream journal verify`",
             )
+        guard.check()
 
-    parts = [Part(r.changes.relation, r.relation_id, iter(r.changes)) for r in readings]
-    written = lane.deliver(LaneBatch(span, _end_position(plan, span), parts, check_complete))
-    for reading in readings:
-        if not written:
-            # An earlier try of this task wrote it and could not say so: what it would have said is counted.
-            for _ in reading.changes:
+    guard = Guard(plan.outstanding or Outstanding())
+    parts = []
+    for r in readings:
+        passed = guard.passed(r.changes.relation, r.relation_id, iter(r.changes))
+        parts.append(Part(r.changes.relation, r.relation_id, passed))
+    if not lane.deliver(LaneBatch(span, _end_position(plan, span), parts, check_complete, plan.isolate)):
+        # An earlier try of this task wrote it and could not say so: what it would have said is counted.
+        for part in parts:
+            for _ in part.batches:
                 pass
+    first = next((reading for reading in readings if reading.receipts()), None)
+    if first is not None and guard.superseded:
+        first.detail["superseded"] = guard.superseded
+    for reading in readings:
         yield receipt_rows(reading.receipts(), reading.relation_id, reading.skipped)
 
 
@@ -229,6 +256,8 @@ def error_row(error: Json) -> pa.RecordBatch:
 
 def describe(failed: Exception) -> Json:
     """The error as the driver may see it. The words of a stranger's error may hold a user's value: only ours go out."""
+    if isinstance(failed, RowsRejected):
+        return {"kind": "RowsRejected", "rejects": [one.to_json() for one in failed.rejects]}
     if isinstance(failed, MillstreamError):
         return {"kind": type(failed).__name__, "message": failed.message, "hint": failed.hint}
     where = traceback.extract_tb(failed.__traceback__)[-1]

@@ -6,12 +6,16 @@ process may read at any time (`millstream status`). All times are UTC.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Protocol
 
 from millstream.model import Cursor, Json, StreamState
+
+MISSING_BASE = "missing_base"
+"""The kind of letters whose change left out a value that nobody had."""
 
 FAULTS = 1000
 """How many faults of each stream are kept."""
@@ -79,6 +83,42 @@ class Fault:
     at: datetime
 
 
+class LetterState(enum.StrEnum):
+    """Whether a dead letter can still be delivered."""
+
+    WAITING = "waiting"
+    SUPERSEDED = "superseded"
+    """A later change has written its row: nothing is lost with it any more."""
+
+
+@dataclass(frozen=True)
+class Letter:
+    """A change that a target could not take. `key` and `payload` hold values of a user's row; nothing else does."""
+
+    stream: str
+    target: str
+    table: str
+    event_id: str
+    seq: int
+    op: str
+    kind: str
+    reason: str
+    at: datetime
+    key: str | None = field(repr=False)
+    """The key of its row as JSON text; None where rows have none."""
+    relation_id: int = 0
+    relation: Json = field(default_factory=dict, repr=False)
+    payload: bytes = field(default=b"", repr=False)
+    """The change, in the schema of its relation's changelog, as an Arrow IPC stream; empty in lists."""
+    state: LetterState = LetterState.WAITING
+    superseded_by: int | None = None
+    """The seq of the change that wrote the row later."""
+    tries: int = 0
+    """How often it was retried in vain."""
+    id: int = 0
+    """Given by the store; grows."""
+
+
 @dataclass(frozen=True)
 class Request:
     """What another process wants of the one that runs the home, and what it was told."""
@@ -119,9 +159,13 @@ class StateStore(Protocol):
     def paused(self, stream: str) -> set[str]:
         """What is paused of the stream: names of targets, and `""` for all of it."""
 
-    def save_cursor(self, cursor: Cursor, tallies: Sequence[Tally] = ()) -> None:
+    def save_cursor(
+        self, cursor: Cursor, tallies: Sequence[Tally] = (), superseded: Mapping[str, int] | None = None
+    ) -> None:
         """Move a target's cursor, keep the old one in its history (bounded), and add to its totals: all or nothing.
 
+        `superseded` are event ids of its letters whose rows were written by a later change, with that one's seq.
+        They are marked so; those of kind `missing_base` say nothing then that the target does not have, and go.
         Raises StateError if `cursor` would go back within one journal and epoch.
         """
 
@@ -164,6 +208,30 @@ class StateStore(Protocol):
 
     def faults(self, stream: str) -> list[Fault]:
         """Newest first."""
+
+    def add_letters(self, letters: Sequence[Letter], *, keep: int | None = None) -> list[Letter]:
+        """Remember letters; one that is there already (stream, target and event id) stays as it is.
+
+        With `keep`, at most so many of each target remain, the newest; returns those that had to go for it.
+        """
+
+    def letters(self, stream: str | None = None, target: str | None = None) -> list[Letter]:
+        """The letters, oldest first, without relation and payload."""
+
+    def get_letter(self, id: int) -> Letter | None:
+        """A letter with everything."""
+
+    def mark_letter(self, id: int, *, superseded_by: int | None = None, reason: str | None = None) -> None:
+        """Note that a letter's row was written by a later change, or that it was retried in vain, and why."""
+
+    def remove_letters(self, ids: Sequence[int]) -> int:
+        """Forget letters; returns how many there were."""
+
+    def set_needs_reload(self, stream: str, target: str, reason: str | None) -> None:
+        """Remember that a target has lost changes and must begin anew, and why; None: no longer."""
+
+    def needs_reload(self, stream: str) -> dict[str, str]:
+        """The targets of a stream that must begin anew, with the reason."""
 
     def submit(self, verb: str, arguments: Json) -> int:
         """Ask the process that runs the home for something. Returns the request's id."""

@@ -9,13 +9,24 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
 from millstream.errors import StateError
 from millstream.model import Cursor, Json
-from millstream.state.base import FAULTS, EpochRecord, Fault, Request, Runtime, Tally, Total
+from millstream.state.base import (
+    FAULTS,
+    MISSING_BASE,
+    EpochRecord,
+    Fault,
+    Letter,
+    LetterState,
+    Request,
+    Runtime,
+    Tally,
+    Total,
+)
 
 HISTORY = 1000
 """How many former cursors are kept for each target."""
@@ -47,6 +58,10 @@ def refuse_epoch_below(last: int | None, record: EpochRecord) -> None:
         )
 
 
+def _listed(letter: Letter) -> Letter:
+    return replace(letter, relation={}, payload=b"")
+
+
 class MemoryStateStore:
     """Implements `StateStore`; what it holds is gone with the process."""
 
@@ -58,6 +73,8 @@ class MemoryStateStore:
         self._epochs: dict[tuple[str, str], EpochRecord] = {}
         self._acks: dict[str, int] = {}
         self._runtimes: dict[tuple[str, str], Runtime] = {}
+        self._letters: dict[int, Letter] = {}
+        self._reloads: dict[tuple[str, str], str] = {}
         self._totals: dict[tuple[str, str, str], Total] = {}
         self._paused: set[tuple[str, str]] = set()
         self._captured: dict[str, set[str]] = {}
@@ -86,6 +103,8 @@ class MemoryStateStore:
                     del kept[key]
             self._totals = {key: total for key, total in self._totals.items() if key[0] != name}
             self._paused = {key for key in self._paused if key[0] != name}
+            self._letters = {id: letter for id, letter in self._letters.items() if letter.stream != name}
+            self._reloads = {key: reason for key, reason in self._reloads.items() if key[0] != name}
             self._deletions.pop(name, None)
             self._faults.pop(name, None)
             if source is not None:
@@ -108,7 +127,9 @@ class MemoryStateStore:
         with self._lock:
             return {target for name, target in self._paused if name == stream}
 
-    def save_cursor(self, cursor: Cursor, tallies: Sequence[Tally] = ()) -> None:
+    def save_cursor(
+        self, cursor: Cursor, tallies: Sequence[Tally] = (), superseded: Mapping[str, int] | None = None
+    ) -> None:
         key = (cursor.stream, cursor.target)
         with self._lock:
             old = self._cursors.get(key)
@@ -123,6 +144,12 @@ class MemoryStateStore:
                 old_total = self._totals.get(one, Total(*one, 0, 0, 0))
                 events, size = old_total.events + tally.events, old_total.bytes + tally.bytes
                 self._totals[one] = Total(*one, events, size, max(old_total.last_seq, tally.last_seq))
+            for id, letter in list(self._letters.items()):
+                if (letter.stream, letter.target) == key and letter.event_id in (superseded or {}):
+                    if letter.kind == MISSING_BASE:
+                        del self._letters[id]
+                    else:
+                        self._supersede(id, (superseded or {})[letter.event_id])
 
     def totals(self, stream: str | None = None) -> list[Total]:
         with self._lock:
@@ -186,6 +213,57 @@ class MemoryStateStore:
     def faults(self, stream: str) -> list[Fault]:
         with self._lock:
             return self._faults.get(stream, [])[::-1]
+
+    def add_letters(self, letters: Sequence[Letter], *, keep: int | None = None) -> list[Letter]:
+        with self._lock:
+            known = {(one.stream, one.target, one.event_id) for one in self._letters.values()}
+            for letter in letters:
+                if (letter.stream, letter.target, letter.event_id) not in known:
+                    id = next(self._ids)
+                    self._letters[id] = replace(letter, id=id)
+            gone: list[Letter] = []
+            for owner in dict.fromkeys((one.stream, one.target) for one in letters):
+                mine = [one for one in self._letters.values() if (one.stream, one.target) == owner]
+                gone += mine[:-keep] if keep is not None else []
+            for letter in gone:
+                del self._letters[letter.id]
+            return [_listed(letter) for letter in gone]
+
+    def letters(self, stream: str | None = None, target: str | None = None) -> list[Letter]:
+        with self._lock:
+            mine = [one for one in self._letters.values() if stream in (None, one.stream)]
+            return [_listed(one) for one in mine if target in (None, one.target)]
+
+    def get_letter(self, id: int) -> Letter | None:
+        with self._lock:
+            return self._letters.get(id)
+
+    def mark_letter(self, id: int, *, superseded_by: int | None = None, reason: str | None = None) -> None:
+        with self._lock:
+            if id in self._letters and superseded_by is not None:
+                self._supersede(id, superseded_by)
+            if id in self._letters and reason is not None:
+                self._letters[id] = replace(self._letters[id], reason=reason, tries=self._letters[id].tries + 1)
+
+    def remove_letters(self, ids: Sequence[int]) -> int:
+        with self._lock:
+            return sum(self._letters.pop(id, None) is not None for id in ids)
+
+    def set_needs_reload(self, stream: str, target: str, reason: str | None) -> None:
+        with self._lock:
+            if reason is None:
+                self._reloads.pop((stream, target), None)
+            else:
+                self._reloads[stream, target] = reason
+
+    def needs_reload(self, stream: str) -> dict[str, str]:
+        with self._lock:
+            return {target: reason for (name, target), reason in self._reloads.items() if name == stream}
+
+    def _supersede(self, id: int, seq: int) -> None:
+        letter = self._letters[id]
+        by = seq if letter.superseded_by is None else letter.superseded_by
+        self._letters[id] = replace(letter, state=LetterState.SUPERSEDED, superseded_by=by)
 
     def submit(self, verb: str, arguments: Json) -> int:
         with self._lock:

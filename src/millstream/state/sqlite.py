@@ -11,7 +11,7 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,9 +21,10 @@ from millstream.errors import StateError
 from millstream.failpoint import failpoint
 from millstream.model import Cursor, Json, StreamState
 from millstream.state.base import FAULTS, EpochRecord, Fault, Request, Runtime, Tally, Total
+from millstream.state.letters import SINCE_3, SqliteLetters, supersede
 from millstream.state.memory import HISTORY, refuse_epoch_below, refuse_going_back
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 _SCHEMA = """
 create table streams (name text primary key, definition text not null, updated_at text not null) without rowid;
@@ -69,10 +70,13 @@ create table requests (
     answer text, answered_at text
 );
 """
-_STEPS = (_SCHEMA, _SINCE_2)
+_STEPS = (_SCHEMA, _SINCE_2, SINCE_3)
 """What makes a store of each version from one of the version before."""
 
-_OF_A_STREAM = ("cursors", "cursor_history", "epochs", "runtimes", "totals", "pauses", "deletions", "faults")
+_OF_A_STREAM = (
+    *("cursors", "cursor_history", "epochs", "runtimes", "totals", "pauses", "deletions", "faults"),
+    *("letters", "reloads"),
+)
 ANSWERS_KEPT = timedelta(hours=1)
 """How long an answer waits for the process that asked."""
 
@@ -82,7 +86,7 @@ _EPOCH = "stream, target, epoch, journal_id, start_seq, after_position, reason, 
 _BUSY_SECONDS = 30.0
 
 
-class SqliteStateStore:
+class SqliteStateStore(SqliteLetters):
     """Implements `StateStore`. Safe to use from several threads and to read from several processes.
 
     `read_only` opens what another process may be writing at this moment, creates nothing and
@@ -142,7 +146,9 @@ class SqliteStateStore:
     def paused(self, stream: str) -> set[str]:
         return {row[0] for row in self._read("select target from pauses where stream = ?", (stream,))}
 
-    def save_cursor(self, cursor: Cursor, tallies: Sequence[Tally] = ()) -> None:
+    def save_cursor(
+        self, cursor: Cursor, tallies: Sequence[Tally] = (), superseded: Mapping[str, int] | None = None
+    ) -> None:
         with self._write("save a cursor") as db:
             key = (cursor.stream, cursor.target)
             old = db.execute(f"select {_CURSOR} from cursors where stream = ? and target = ?", key).fetchone()
@@ -172,6 +178,7 @@ class SqliteStateStore:
                 "excluded.events, bytes = bytes + excluded.bytes, last_seq = max(last_seq, excluded.last_seq)",
                 [(*key, one.table, one.events, one.bytes, one.last_seq) for one in tallies],
             )
+            supersede(db, *key, superseded or {})
         failpoint("state.cursor_saved")
 
     def get_cursor(self, stream: str, target: str) -> Cursor | None:

@@ -139,6 +139,9 @@ class LaneBatch:
     parts: Sequence[Part]
     check_complete: Callable[[], None]
     """Raises unless every change of the range was read from `parts`. To be called before committing."""
+    isolate: bool = False
+    """A try before was refused for the sake of a row: find out which rows those are. If there are any, nothing is
+    written, and RowsRejected tells them; else the batch is written."""
 
 
 @runtime_checkable
@@ -206,6 +209,22 @@ class Rewinding(Protocol):
         Returns where the target then is: at the last batch that ends at or before `seq`, or None when it has
         none. `look_only`: only say where that would be. While nothing is delivered; the next `recover` removes
         the rows of what was taken back. Raises TargetRefused for a target that is another stream's.
+        """
+
+
+@runtime_checkable
+class Rejecting(Protocol):
+    """A target that can tell which rows it cannot take, so that they hold up nobody else. Its stager is a `Lane`."""
+
+    @property
+    def mirrors(self) -> bool:
+        """Whether it keeps the latest row per key, so that a change can come too late; else it appends all of them."""
+
+    def redeliver(self, relation: Relation, relation_id: int, change: pa.Table) -> bool:
+        """Write one change (schema: `millstream.changelog.schema`) that was rejected before. The target is open.
+
+        False: the target has the row at this version or a newer one (or the very change, where it appends), and
+        nothing was written. Durable when it returns. Raises RowRefused if it still cannot be taken.
         """
 
 

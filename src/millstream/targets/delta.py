@@ -26,17 +26,19 @@ import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict, Field
 
 from millstream.changelog import BEFORE, schema
-from millstream.errors import DependencyError, TargetRefused, TargetUnavailable
+from millstream.errors import DependencyError, MissingBase, TargetRefused, TargetUnavailable
 from millstream.failpoint import failpoint
 from millstream.latest import SEQ, whole
 from millstream.model import Json, Relation, SeqRange
 from millstream.targets.base import Capabilities, Delivery, LaneBatch, Receipt, TargetContext, TargetCursor
-from millstream.targets.deltas.mirror import mirror_schema, write_mirror
+from millstream.targets.deltas.mirror import has_newer, mirror_schema, write_mirror
 from millstream.targets.deltas.tables import Handle, lake_schema, open_table
 from millstream.targets.directory import OwnDirectory, as_target_errors, directory_of, make_directory
 from millstream.targets.lanes.changelog import as_json
 from millstream.targets.lanes.lane import MESSAGES
 from millstream.targets.lanes.runs import Run, by_table, runs
+from millstream.targets.lanes.tables import mirror_key
+from millstream.targets.rejects import Reject, RowsRejected, reject
 
 if TYPE_CHECKING:
     from deltalake import CommitProperties
@@ -111,6 +113,13 @@ class DeltaTarget:
         if self._cursor is None or self._cursor.seq < range.end:
             raise TargetRefused(f"{self._directory.root} does not have the batch up to seq {range.end}")
 
+    @property
+    def mirrors(self) -> bool:
+        return self._options.write == "mirror"
+
+    def redeliver(self, relation: Relation, relation_id: int, change: pa.Table) -> bool:
+        return self.stager().redeliver(relation, relation_id, change)
+
     def release(self, stream: str, target: str) -> None:
         """Leave the tables; no stream writes into this directory any more."""
         with as_target_errors(self._directory.root):
@@ -142,7 +151,7 @@ class DeltaLane:
             spooled = _spool(batch, Path(scratch), messages=self.options.write == "changelog")
             batch.check_complete()
             failpoint("delta.read")
-            written = [self._write(table, batch.range) for table in spooled]
+            written = [self._write(table, batch) for table in spooled]
             failpoint("delta.written")
             with directory.locked():
                 directory.check_owner(self.context)
@@ -159,14 +168,27 @@ class DeltaLane:
         directory.check_follows(self.context, cursor, range)
         return False
 
-    def _write(self, table: _Spooled, range: SeqRange) -> Json:
+    def redeliver(self, relation: Relation, relation_id: int, change: pa.Table) -> bool:
+        """See `targets.base.Rejecting`."""
+        directory = OwnDirectory(Path(self.root))
+        with as_target_errors(directory.root), directory.locked():
+            directory.check_owner(self.context)
+            return _Writer(self, relation).write_again(Run(relation, relation_id, change))
+
+    def _write(self, table: _Spooled, batch: LaneBatch) -> Json:
         """Bring one table to the end of the batch. Returns what the batch's commit says of it."""
-        writer = _Writer(self, table.relation)
+        writer, range = _Writer(self, table.relation), batch.range
         if range.start == range.end:
             writer.write_baseline(table.relation, [run() for run in table.runs], range.end)
         else:
-            for run in table.runs:
-                writer.write_changes(run())
+            for read in table.runs:
+                run = read()
+                try:
+                    writer.write_changes(run)
+                except MissingBase as missing:
+                    if not batch.isolate:
+                        raise
+                    raise RowsRejected(_rejects(run, missing)) from None
         return {"table": table.relation.table, "path": writer.name, "version": writer.finish()}
 
 
@@ -201,6 +223,25 @@ class _Writer:
 
         self._try(wanted, run.relation, commit)
         failpoint("delta.table_committed")
+
+    def write_again(self, run: Run) -> bool:
+        """One change that is not of the batch at hand. False if the table has it, or a newer row, already."""
+        done = False
+
+        def commit(table: Handle) -> None:
+            nonlocal done
+            if self._mirrors:
+                done, soft = not has_newer(table, run.relation, run.changes), self._options.deletes == "soft"
+                if done:
+                    write_mirror(table, run.relation, run.changes, self._said(None), soft=soft)
+                return
+            events = table.read(["_ms_event_id"])["_ms_event_id"]
+            done = not pc.any(pc.equal(events, run.changes["_ms_event_id"][0])).as_py()
+            if done:
+                table.append(_logged(run.changes).cast(self._schema(run.relation)), self._said(None))
+
+        self._try(self._schema(run.relation), run.relation, commit)
+        return done
 
     def write_baseline(self, relation: Relation, found: Sequence[Run], seq: int) -> None:
         """All rows of a table that has nothing yet, or what a try that was killed left in it.
@@ -273,6 +314,13 @@ class _Spooled:
 
     relation: Relation
     runs: Sequence[Callable[[], Run]]
+
+
+def _rejects(run: Run, missing: MissingBase) -> list[Reject]:
+    rows = run.changes.filter(pc.is_in(run.changes[SEQ], pa.array(missing.seqs, pa.int64())))
+    key = mirror_key(run.relation)
+    each = (rows.slice(number, 1) for number in range(rows.num_rows))
+    return [reject(run.relation, run.relation_id, row, key, missing) for row in each]
 
 
 def _spool(batch: LaneBatch, scratch: Path, *, messages: bool) -> list[_Spooled]:

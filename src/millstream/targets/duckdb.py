@@ -82,6 +82,7 @@ class DuckdbDatabase(Database):
     kind = "duckdb"
     boolean = "BOOLEAN"
     special_type = "MAP(VARCHAR, VARCHAR)"
+    savepoints = False
 
     def __init__(self, options: LaneOptions) -> None:
         super().__init__(options)

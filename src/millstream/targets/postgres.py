@@ -20,7 +20,7 @@ from typing import Any, Self
 import psycopg
 
 from millstream.changelog import METADATA
-from millstream.errors import TargetRefused
+from millstream.errors import TargetError, TargetRefused
 from millstream.model import Column, Relation
 from millstream.targets.base import Part, TargetContext
 from millstream.targets.lanes import sessions
@@ -132,6 +132,20 @@ class PostgresDatabase(Database):
         if self._session.marked:
             self.run("SELECT pg_replication_origin_session_reset()")
             self._session.marked = False
+
+    @contextmanager
+    def piece(self) -> Iterator[None]:
+        """What the session remembers of temporary tables and of removals that wait goes back too."""
+        session, removals = self._session, None if self._removals is None else len(self._removals)
+        staged, filled = dict(session.staged), set(self._filled)
+        try:
+            with super().piece():
+                yield
+        except TargetError:
+            session.staged, self._filled = staged, filled
+            if self._removals is not None:
+                del self._removals[removals:]
+            raise
 
     def run(self, statement: str, parameters: Sequence[Any] = ()) -> int:
         return self._execute(statement, parameters).rowcount

@@ -26,7 +26,7 @@ from pyarrow import types
 from pydantic import Field
 
 from millstream.changelog import BEFORE, COMMON, METADATA, schema
-from millstream.errors import TargetError, TargetRefused, TargetUnavailable
+from millstream.errors import RowRefused, TargetError, TargetRefused, TargetUnavailable
 from millstream.model import Relation
 from millstream.targets.lanes.database import OWN, Database, LaneOptions, Values, matches, quoted
 from millstream.targets.lanes.lane import LaneTarget
@@ -47,6 +47,8 @@ _PERMANENT = {
     "SQLITE_MISMATCH": "a column of the table has a type that does not fit: create the table anew",
     "SQLITE_ERROR": "the table was changed by somebody else",
 }
+_OF_A_ROW = {"SQLITE_TOOBIG": "value", "SQLITE_MISMATCH": "value", "SQLITE_CONSTRAINT": "constraint"}
+"""Of these, what a row is to blame for."""
 
 
 class SqliteOptions(LaneOptions):
@@ -176,6 +178,8 @@ class SqliteDatabase(Database):
 
     def _error(self, code: str) -> TargetError:
         plain = "_".join(code.split("_")[:2])
+        if plain in _OF_A_ROW:
+            return RowRefused(f"cannot write {self.where}: {code}", hint=_PERMANENT[plain], kind=_OF_A_ROW[plain])
         if plain in _PERMANENT:
             return TargetRefused(f"cannot write {self.where}: {code}", hint=_PERMANENT[plain])
         return TargetUnavailable(f"cannot write {self.where}: {code}")

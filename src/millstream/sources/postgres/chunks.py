@@ -105,6 +105,26 @@ def read_chunk(spec: SourceSpec, plan: SnapshotPlan, chunk: Chunk) -> Iterator[p
             raise SourceHalted(f"reading {chunk.relation.table}: {refused}", hint=hint) from None
 
 
+def read_keys(
+    spec: SourceSpec, relation: Relation, names: Sequence[str], keys: Sequence[Sequence[str]]
+) -> Iterator[pa.LargeBinaryArray]:
+    """The rows that have these keys (columns `names`, values as text) now, as the relation's decoder takes them.
+
+    Raises SourceError when the source cannot be asked, or the table is not as the relation describes it any more.
+    """
+    table = quote(relation.schema, relation.name)
+    columns = ", ".join(quote(name) for name in names)
+    wanted = ", ".join(f"({', '.join(literal(value) for value in key)})" for key in keys)
+    statement = (
+        f"COPY (SELECT {select_list(relation)} FROM {table} WHERE ({columns}) IN ({wanted})) TO STDOUT (FORMAT binary)"
+    )
+    with closing(Session(connect_session(spec, PostgresOptions.of(spec)))) as session:
+        try:
+            yield from _copied(session, statement)
+        except Refused as refused:
+            raise SourceHalted(f"reading rows of {relation.table}: {refused}") from None
+
+
 def published(control: Connection, options: PostgresOptions) -> dict[int, str | None]:
     """The tables of our publications, and which of their rows are published."""
     filters = "p.rowfilter" if control.info.server_version >= 150000 else "NULL"

@@ -6,7 +6,7 @@ have no home in their column are in `_ms_special`, as in a changelog.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING
 
@@ -42,7 +42,7 @@ def write_mirror(table: Handle, relation: Relation, changes: pa.Table, said: Com
         return
     found = latest(changes, key)
     if found.missing:
-        raise _missing(relation, len(found.missing))
+        raise _missing(relation, found.missing)
     if found.truncated is not None:
         table.remove_older(found.truncated, soft=soft)
     rows = _completed(table, relation, found, key)
@@ -61,6 +61,17 @@ def write_mirror(table: Handle, relation: Relation, changes: pa.Table, said: Com
     if soft:
         steps["mark"] = ({"_ms_deleted": "true", "_ms_seq": "s._ms_seq"}, f"s.{_GONE} AND {newer}")
     table.merge(source, on, steps, None if soft else f"s.{_GONE} AND {newer}", said)
+
+
+def has_newer(table: Handle, relation: Relation, change: pa.Table) -> bool:
+    """Whether the table has the row of a single change at its version or a newer one."""
+    key = mirror_key(relation)
+    if not key or one_letter(whole(change["_ms_op"]))[0] == Op.TRUNCATE:
+        return False
+    found = latest(change, key)
+    rows = found.rows if found.rows.num_rows else found.gone
+    there = _held(table, rows.select(list(key)), key, [SEQ])
+    return bool(there.num_rows) and there[SEQ][0].as_py() >= rows[SEQ][0].as_py()
 
 
 def _append(table: Handle, relation: Relation, changes: pa.Table, said: CommitProperties, soft: bool) -> None:
@@ -92,7 +103,8 @@ def _completed(table: Handle, relation: Relation, found: Latest, key: tuple[str,
     lacking = np.flatnonzero(reduce(np.logical_or, found.kept.values()))
     held = _held(table, found.base.take(whole_numbers(lacking)), key, list(found.kept))
     if held.num_rows < len(lacking):
-        raise _missing(relation, len(lacking) - held.num_rows)
+        without = np.setdiff1d(np.arange(len(lacking)), held[_PLACE].to_numpy())
+        raise _missing(relation, found.rows[SEQ].take(whole_numbers(lacking[without])).to_pylist())
     held = held.sort_by(_PLACE)
     special = _merged_special(rows, held, lacking, found.kept)
     for name, mask in found.kept.items():
@@ -141,11 +153,12 @@ def _widened(gone: pa.Table, wanted: pa.Schema) -> pa.Table:
     return pa.table(columns, schema=wanted)
 
 
-def _missing(relation: Relation, count: int) -> MissingBase:
+def _missing(relation: Relation, seqs: Sequence[int]) -> MissingBase:
     return MissingBase(
-        f"{relation.table}: {count} changed rows lack a value that was not sent with the change, and the target "
+        f"{relation.table}: {len(seqs)} changed rows lack a value that was not sent with the change, and the target "
         "does not have those rows",
         hint="begin the target with the table's rows (mode: snapshot_then_cdc), or set REPLICA IDENTITY FULL",
+        seqs=seqs,
     )
 
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
-from millstream.errors import TargetRefused
+from millstream.errors import RowRefused
 from millstream.targets.lanes.database import Values
 from millstream.wire.text import decimal_text
 
@@ -26,6 +26,11 @@ def copy_text(values: Sequence[Values]) -> pa.Buffer:
     ended = pc.binary_join_element_wise(lines, "\n", "")
     offsets = np.frombuffer(ended.buffers()[1], np.int32, len(ended) + 1, ended.offset * 4)
     return ended.buffers()[2].slice(int(offsets[0]), int(offsets[-1] - offsets[0])) if len(ended) else pa.py_buffer(b"")
+
+
+def value_text(array: pa.Array) -> pa.StringArray:
+    """Single values, such as those of keys, as Postgres reads them in a literal."""
+    return _element(array)
 
 
 def _cells(values: Values) -> pa.StringArray:
@@ -48,9 +53,10 @@ def _text(values: Values) -> pa.StringArray:
         try:
             return array.cast(pa.string())
         except pa.ArrowInvalid:
-            raise TargetRefused(
+            raise RowRefused(
                 f"{values.of or values.column.name}: a text is no UTF-8, and the target stores nothing else",
                 hint="correct the text at the source, or leave the table out of this stream",
+                kind="encoding",
             ) from None
     return _element(array)
 

@@ -6,14 +6,15 @@ SQL here is what SQLite, DuckDB and Postgres have in common. Parameters are writ
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field
 
+from millstream.errors import TargetError
 from millstream.model import Relation
 from millstream.targets.base import Part, TargetContext
 
@@ -72,6 +73,8 @@ class Database(ABC):
     """Where values without a home in their column need a column of their own, `_ms_special`: its type."""
     case_matters = False
     """Whether it can tell apart names that differ in case alone."""
+    savepoints = True
+    """Whether a transaction can go on after a statement of it has failed."""
 
     def __init__(self, options: LaneOptions) -> None:
         self.options = options
@@ -89,6 +92,17 @@ class Database(ABC):
     @abstractmethod
     def transaction(self) -> AbstractContextManager[None]:
         """A transaction that writes: committed at its end, durably, or rolled back by an error."""
+
+    @contextmanager
+    def piece(self) -> Iterator[None]:
+        """A part of the transaction: when it raises, it was never there, and the transaction goes on."""
+        self.run("SAVEPOINT piece")
+        try:
+            yield
+        except TargetError:
+            self.run("ROLLBACK TO SAVEPOINT piece")
+            raise
+        self.run("RELEASE SAVEPOINT piece")
 
     @abstractmethod
     def run(self, statement: str, parameters: Sequence[Any] = ()) -> int:

@@ -8,8 +8,11 @@ a task, a process that was given up) does no harm, and what is committed is the 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+
+import pyarrow as pa
 
 from millstream.errors import TargetRefused, TargetUnavailable
 from millstream.failpoint import failpoint
@@ -26,7 +29,8 @@ from millstream.targets.base import (
 )
 from millstream.targets.lanes.changelog import write_changes
 from millstream.targets.lanes.database import OWN, Database, LaneOptions
-from millstream.targets.lanes.mirror import clear, insert_rows, write_run
+from millstream.targets.lanes.isolating import Isolating
+from millstream.targets.lanes.mirror import clear, has_newer, insert_rows, write_run
 from millstream.targets.lanes.runs import by_table, runs
 from millstream.targets.lanes.tables import Prepared, prepare
 
@@ -57,15 +61,39 @@ class SqlLane:
                 failpoint("lane.claimed")
                 db.mark(self.context)
                 baseline = batch.range.end if _is_baseline(batch.range) else None
+                isolating = Isolating(db) if batch.isolate else None
                 for parts in db.ordered(by_table(batch.parts)):
-                    self._write(db, parts, baseline)
+                    self._write(db, parts, baseline, isolating)
+                if isolating is not None:
+                    isolating.check()
                 db.settle()
                 batch.check_complete()
                 failpoint("lane.written")
             failpoint("lane.committed")
         return True
 
-    def _write(self, db: Database, parts: Sequence[Part], baseline: int | None) -> None:
+    def redeliver(self, relation: Relation, relation_id: int, change: pa.Table) -> bool:
+        """See `targets.base.Rejecting`."""
+        with self.database(self.options) as db, db.transaction():
+            if not _is_owner(db, self.context):
+                raise _fenced(db, self.context, None)
+            db.mark(self.context)
+            prepared = self._prepared(db, relation, relation_id)
+            if self.options.write == "changelog":
+                event = change["_ms_event_id"][0].as_py()
+                if db.rows(f"SELECT 1 FROM {prepared.table} WHERE _ms_event_id = ? LIMIT 1", (event,)):
+                    return False
+                write_changes(db, prepared, change)
+                return True
+            if has_newer(db, prepared, change):
+                return False
+            write_run(db, prepared, change, soft=self.options.deletes == "soft")
+            db.settle()
+        return True
+
+    def _write(
+        self, db: Database, parts: Sequence[Part], baseline: int | None, isolating: Isolating | None = None
+    ) -> None:
         """Write the changes of one table. `baseline`: they are all of its rows, with this version."""
         mirrors, soft = self.options.write == "mirror", self.options.deletes == "soft"
         empty = False
@@ -75,12 +103,15 @@ class SqlLane:
             if mirrors and run.relation_id == MESSAGES:
                 continue
             prepared = self._prepared(db, run.relation, run.relation_id)
+            write: Callable[[pa.Table], None]
             if not mirrors:
-                write_changes(db, prepared, run.changes)
-            elif empty:
-                insert_rows(db, prepared, run.changes, soft=soft)
+                write = partial(write_changes, db, prepared)
             else:
-                write_run(db, prepared, run.changes, soft=soft)
+                write = partial(insert_rows if empty else write_run, db, prepared, soft=soft)
+            if isolating is None:
+                write(run.changes)
+            else:
+                isolating.write(run, prepared.key, write)
 
     def _prepared(self, db: Database, relation: Relation, relation_id: int) -> Prepared:
         return prepare(db, relation, relation_id, self.context, self.options)
@@ -133,6 +164,13 @@ class LaneTarget:
             if found is None or found.seq < range.end:
                 raise _refusal(db, context, range)
             self._cursor = found
+
+    @property
+    def mirrors(self) -> bool:
+        return self._options.write == "mirror"
+
+    def redeliver(self, relation: Relation, relation_id: int, change: pa.Table) -> bool:
+        return self.stager().redeliver(relation, relation_id, change)
 
     def release(self, stream: str, target: str) -> None:
         """The tables stay as they are, and belong to nobody; the next stream may take them over."""

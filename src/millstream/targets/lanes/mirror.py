@@ -6,6 +6,7 @@ The version of a row (`_ms_seq`) stands beside it; a write with an older version
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial, reduce
 
 import numpy as np
@@ -61,6 +62,18 @@ def clear(db: Database, prepared: Prepared, seq: int, *, soft: bool) -> bool:
     return not db.rows(f"SELECT 1 FROM {prepared.table} LIMIT 1")
 
 
+def has_newer(db: Database, prepared: Prepared, change: pa.Table) -> bool:
+    """Whether the table has the row of a single change at its version or a newer one."""
+    if not prepared.key or one_letter(whole(change["_ms_op"]))[0] == Op.TRUNCATE:
+        return False
+    found = latest(change, prepared.key)
+    mirror = _Mirror(db, prepared, False)
+    rows = found.rows if found.rows.num_rows else found.gone
+    stage = db.stage(f"asked_{prepared.relation_id}", mirror.keys(rows))
+    there = f"{prepared.table} AS t, {stage} AS s WHERE {matches(prepared.key)}"
+    return bool(db.rows(f"SELECT 1 FROM {there} AND t._ms_seq >= s.v"))
+
+
 def insert_rows(db: Database, prepared: Prepared, changes: pa.Table, *, soft: bool) -> None:
     """Add rows that the table does not have: no key has to be looked up for that."""
     own = [name for name in prepared.names if name != SPECIAL]
@@ -81,7 +94,7 @@ class _Mirror:
     def write(self, found: Latest) -> None:
         """In this order: what is truncated, values that moved rows take along, deletes, rows."""
         if found.missing:
-            raise self._missing(len(found.missing))
+            raise self._missing(found.missing)
         if found.truncated is not None:
             self._db.remove(partial(self.truncate, found.truncated))
         keeping = reduce(np.logical_or, found.kept.values()) if found.kept else np.zeros(found.rows.num_rows, bool)
@@ -103,14 +116,18 @@ class _Mirror:
         else:
             self._db.run(f"{change} WHERE _ms_seq < ? AND NOT _ms_deleted", (seq, seq))
 
-    def _delete(self, gone: pa.Table) -> None:
+    def keys(self, rows: pa.Table) -> list[Values]:
+        """The keys of rows as c0, c1 .. and their version v."""
         it = self._it
         values = [
-            Values(ColumnDef(f"c{at}", it.columns[number].type), whole(gone[name]))
+            Values(ColumnDef(f"c{at}", it.columns[number].type), whole(rows[name]))
             for at, (name, number) in enumerate(zip(it.key, self._numbers, strict=True))
         ]
-        values.append(Values(ColumnDef("v", "bigint"), whole(gone[SEQ])))
-        stage = self._db.stage(f"gone_{it.relation_id}", values)
+        return [*values, Values(ColumnDef("v", "bigint"), whole(rows[SEQ]))]
+
+    def _delete(self, gone: pa.Table) -> None:
+        it = self._it
+        stage = self._db.stage(f"gone_{it.relation_id}", self.keys(gone))
         if self._soft:
             self._db.run(
                 f"UPDATE {it.table} AS t SET _ms_deleted = true, _ms_seq = s.v FROM {stage} AS s "
@@ -139,11 +156,11 @@ class _Mirror:
         flags = "_".join(str(it.names.index(name)) for name in found.kept)
         stage = db.stage(f"kept_{it.relation_id}_{flags}", values)
         under_base = matches(it.key, staged="b")
-        ((lacking,),) = db.rows(
-            f"SELECT count(*) FROM {stage} AS s WHERE NOT EXISTS (SELECT 1 FROM {it.table} AS t WHERE {under_base})"
+        lacking = db.rows(
+            f"SELECT s.v FROM {stage} AS s WHERE NOT EXISTS (SELECT 1 FROM {it.table} AS t WHERE {under_base})"
         )
         if lacking:
-            raise self._missing(lacking)
+            raise self._missing([seq for (seq,) in lacking])
         filled = ", ".join(f"c{number} = {value}" for number, value in self._kept_values(found).items())
         db.run(f"UPDATE {stage} AS s SET {filled} FROM {it.table} AS t WHERE s.m AND {under_base}")
         return stage
@@ -179,11 +196,12 @@ class _Mirror:
             f"WHERE NOT s.m AND {key} AND t._ms_seq < s.v"
         )
 
-    def _missing(self, count: int) -> MissingBase:
+    def _missing(self, seqs: Sequence[int]) -> MissingBase:
         return MissingBase(
-            f"{self._it.name}: {count} changed rows lack a value that was not sent with the change, and the target "
+            f"{self._it.name}: {len(seqs)} changed rows lack a value that was not sent with the change, and the target "
             "does not have those rows",
             hint="begin the target with the table's rows, or set REPLICA IDENTITY FULL on the table",
+            seqs=seqs,
         )
 
     # Rows to columns

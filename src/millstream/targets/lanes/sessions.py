@@ -17,7 +17,7 @@ from typing import Any
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from millstream.errors import ConfigError, TargetError, TargetRefused, TargetUnavailable
+from millstream.errors import ConfigError, RowRefused, TargetError, TargetRefused, TargetUnavailable
 from millstream.secrets import resolve
 from millstream.targets.lanes.database import Values
 
@@ -202,18 +202,21 @@ def _translated(failed: psycopg.Error, where: str, values: Sequence[Values], sta
     table = f"{diag.schema_name}.{diag.table_name}" if diag.table_name else "a table"
     if state == "42501":
         return TargetRefused(f"{where}: {diag.message_primary}", hint="grant the right that is missing to the role")
-    if state.startswith("22"):
-        return TargetRefused(
+    if state.startswith("22") or state == "54000":
+        return RowRefused(
             f"{where}: a value does not fit into {_column(diag.context, values) or table} ({name})",
             hint="change the column's type there to the one it has at the source",
         )
     if state.startswith("23"):
         subject = f"{table}.{diag.column_name}" if diag.column_name else table
-        return TargetRefused(
+        return RowRefused(
             f"{where}: constraint {diag.constraint_name or 'NOT NULL'} of {subject} does not allow a row ({name})",
             hint="a constraint that the source does not have must go; a foreign key must be DEFERRABLE, or the role "
             "be allowed to SET session_replication_role",
+            kind="constraint",
         )
+    if state == "P0001":
+        return RowRefused(f"{where}: a trigger of {table} does not allow a row ({name})", kind="constraint")
     if state == "42P10":
         return TargetRefused(
             f"{where}: a table that was there before has no unique index on its key ({name})",

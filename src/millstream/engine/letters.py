@@ -1,0 +1,168 @@
+"""Batches with rows that their target cannot take: those become dead letters, the rest is delivered.
+
+A batch is first tried as it is. Only when the target refuses a row of it, it is tried again so that the target
+finds out which, and writes nothing. What can be completed from the source is; the others are written down as
+letters, durably, and only then the batch is delivered without them and the cursor moves. A crash in between
+finds them by their event ids. What is remembered of open letters goes with every batch: see `targets.rejects`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TypeVar
+
+from millstream.engine.batch import BatchResult
+from millstream.engine.repair import repair
+from millstream.errors import RowRefused, TargetError, TargetRefused, TargetUnavailable
+from millstream.failpoint import failpoint
+from millstream.journal import JournalReader
+from millstream.model import Json, OnOverflow, OnReject, SeqRange, StreamSpec, TargetSpec
+from millstream.observe import Level
+from millstream.spark.baseline import BaselinePlan
+from millstream.spark.stage import StagePlan, decoded_slices
+from millstream.state.base import MISSING_BASE, Letter, LetterState, StateStore
+from millstream.targets.base import Rejecting, Target
+from millstream.targets.rejects import Guard, Held, Outstanding, Reject, RowsRejected
+
+Plan = TypeVar("Plan", StagePlan, BaselinePlan)
+Tell = Callable[[str, str, Level, Json], None]
+"""kind, message, level, fields"""
+
+
+class LetterBox:
+    """The letters of one target of a stream."""
+
+    def __init__(self, store: StateStore, stream: StreamSpec, spec: TargetSpec, target: Target, tell: Tell) -> None:
+        self._store = store
+        self._stream = stream
+        self._spec = spec
+        self._target = target
+        self._tell = tell
+        self._recorded: set[str] = set()
+        """Event ids of the letters of the batch at hand: left out of it even if they were dropped already."""
+
+    def forget(self) -> None:
+        """The target begins anew: what it could not take before is of no interest any more."""
+        self._store.remove_letters([one.id for one in self._store.letters(self._stream.name, self._spec.name)])
+
+    def deliver(self, plan: Plan, attempt: Callable[[Plan], BatchResult]) -> BatchResult:
+        """Run a batch until the target has all that it can take of it. Raises what the target refuses as a whole."""
+        if not isinstance(self._target, Rejecting):
+            return attempt(plan)
+        self._recorded.clear()
+        try:
+            return attempt(self._informed(plan, {}))
+        except RowsRejected as found:
+            # Changes that rely on a row whose change is a letter.
+            repaired = self._take(found.rejects, {})
+        except RowRefused:
+            if self._spec.dead_letters.on_reject is OnReject.HALT:
+                raise
+            repaired = {}
+        while True:
+            try:
+                return attempt(replace(self._informed(plan, repaired), isolate=True))
+            except RowsRejected as found:
+                repaired = self._take(found.rejects, repaired)
+
+    def superseded(self, plan: StagePlan, span: SeqRange) -> dict[str, int]:
+        """What a batch made obsolete, found from the journal: who delivered it did not live to say."""
+        held = self.held()
+        if not held or not isinstance(self._target, Rejecting):
+            return {}
+        left_out = frozenset(letter.event_id for letter in held)
+        guard = Guard(Outstanding(self._target.mirrors, held, left_out))
+        planned = [(piece, span) for piece in JournalReader(plan.locations).slices(span)]
+        tables = {letter.table for letter in held}
+        for relation, number, changes in decoded_slices(plan, planned):
+            if relation.table in tables:
+                for _ in guard.passed(relation, number, changes):
+                    pass
+        return guard.superseded
+
+    def held(self) -> tuple[Held, ...]:
+        """The letters that are open, as tasks must know them."""
+        mine = self._store.letters(self._stream.name, self._spec.name)
+        return tuple(
+            Held(one.event_id, one.seq, one.table, one.key) for one in mine if one.state is LetterState.WAITING
+        )
+
+    def _informed(self, plan: Plan, repaired: dict[str, bytes]) -> Plan:
+        """The plan with what a task must know of letters; nothing where there are none."""
+        letters = self._store.letters(self._stream.name, self._spec.name)
+        if not (letters or repaired or self._recorded):
+            return plan
+        assert isinstance(self._target, Rejecting)  # noqa: S101 - looked at by who calls
+        left_out = self._recorded.union(letter.event_id for letter in letters)
+        outstanding = Outstanding(self._target.mirrors, self.held(), frozenset(left_out), repaired)
+        return replace(plan, outstanding=outstanding)
+
+    def _take(self, rejects: Sequence[Reject], repaired: dict[str, bytes]) -> dict[str, bytes]:
+        """Complete or write down what was rejected. Returns all that was completed of this batch."""
+        policy = self._spec.dead_letters
+        lacking = [one for one in rejects if one.kind == MISSING_BASE and one.event_id not in repaired]
+        outcome = repair(self._stream, lacking)
+        done = {**repaired, **outcome.repaired}
+        if outcome.repaired:
+            message = f"{len(outcome.repaired)} changes lacked a value that was not sent; it was read at the source"
+            self._tell("letters.repaired", message, Level.INFO, {"changes": len(outcome.repaired)})
+        letters = [*outcome.left, *(one for one in rejects if one.kind != MISSING_BASE or one.event_id in repaired)]
+        if not letters:
+            return done
+        if policy.on_reject is OnReject.HALT:
+            raise RowRefused(letters[0].reason, hint="on_reject: letter keeps such rows aside and goes on without")
+        self._record([self._letter(one) for one in letters])
+        return {event: row for event, row in done.items() if event not in {one.event_id for one in letters}}
+
+    def _letter(self, one: Reject) -> Letter:
+        return Letter(
+            stream=self._stream.name,
+            target=self._spec.name,
+            table=one.table,
+            event_id=one.event_id,
+            seq=one.seq,
+            op=one.op,
+            kind=one.kind,
+            reason=one.reason,
+            at=datetime.now(UTC),
+            key=one.key,
+            relation_id=one.relation_id,
+            relation=one.relation,
+            payload=one.row,
+        )
+
+    def _record(self, letters: Sequence[Letter]) -> None:
+        """Write letters down, if there is room. Raises by the policy for overflow if there is none."""
+        policy = self._spec.dead_letters
+        known = {letter.event_id for letter in self._store.letters(self._stream.name, self._spec.name)}
+        new = [letter for letter in letters if letter.event_id not in known | self._recorded]
+        if not new:
+            raise TargetRefused("a row was rejected that was left out", hint="this is a defect in Millstream")
+        drops = policy.on_overflow is OnOverflow.DROP_OLDEST
+        if not drops and len(known) + len(new) > policy.max:
+            raise self._overflow(len(known), new)
+        gone = self._store.add_letters(new, keep=policy.max if drops else None)
+        self._recorded.update(letter.event_id for letter in new)
+        failpoint("letters.recorded")
+        tables = dict(Counter(letter.table for letter in new))
+        kinds = dict(Counter(letter.kind for letter in new))
+        message = f"{len(new)} changes cannot be taken and are dead letters, the first: {new[0].reason}"
+        fields = {"letters": len(new), "tables": tables, "kinds": kinds, "first_seq": new[0].seq}
+        self._tell("letters.added", message, Level.WARNING, fields)
+        if gone:
+            message = f"{len(gone)} dead letters were dropped: there may be {policy.max}"
+            self._tell("letters.dropped", message, Level.WARNING, {"letters": len(gone), "max": policy.max})
+
+    def _overflow(self, there: int, new: Sequence[Letter]) -> TargetError:
+        name, policy = f"{self._stream.name}", self._spec.dead_letters
+        message = (
+            f"{there} dead letters are there and {len(new)} more changes cannot be taken; there may be {policy.max}. "
+            f"The first: {new[0].reason}"
+        )
+        hint = f"see `millstream dlq list {name}`; retry or purge them"
+        if policy.on_overflow is OnOverflow.BLOCK:
+            return TargetUnavailable(message, hint=f"{hint}: delivery then goes on by itself")
+        return TargetRefused(message, hint=f"{hint}, then `millstream resume {name}`")

@@ -1,0 +1,132 @@
+"""Dead letters delivered once more, while nothing else is delivered to their target.
+
+A letter whose row was written by a later change is removed: delivering it would take the row back. Everything
+can be repeated: who is killed between the target and the state store finds the target newer the next time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from uuid import uuid4
+
+from millstream.engine.fit import open_target
+from millstream.engine.home import Home
+from millstream.engine.repair import repair
+from millstream.errors import ConfigError, NotSupported, RowRefused
+from millstream.failpoint import failpoint
+from millstream.journal import JournalReader
+from millstream.model import Json, Relation, StreamSpec
+from millstream.state.base import MISSING_BASE, Letter, LetterState, StateStore
+from millstream.targets.base import Rejecting, Target, TargetContext
+from millstream.targets.rejects import Reject, relies_on_its_row, unpacked
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a letter that was retried."""
+
+    id: int
+    outcome: str
+    """delivered | superseded | rejected"""
+    detail: str
+
+    def to_json(self) -> Json:
+        return dict(vars(self))
+
+
+class Redelivery:
+    """Of letters of one target. May only be used while nothing is delivered to it."""
+
+    def __init__(self, home: Home, store: StateStore, stream: StreamSpec, target: str) -> None:
+        self._store = store
+        self._stream = stream
+        self._name = target
+        self._reader = JournalReader([str(home.journal_path(stream.source.name))])
+
+    def run(self, ids: Sequence[int]) -> list[Outcome]:
+        """Retry these letters in the order of their changes. Raises as opening the target does."""
+        spec = next(one for one in self._stream.targets if one.name == self._name)
+        target = open_target(spec)
+        if not isinstance(target, Rejecting):
+            raise NotSupported(f"a target of kind {target.kind} has no dead letters")
+        letters = [letter for letter in map(self._store.get_letter, ids) if letter is not None]
+        waiting = [letter for letter in letters if letter.state is LetterState.WAITING]
+        if waiting:
+            self._open(target)
+        try:
+            return [self._retry(target, letter) for letter in sorted(letters, key=lambda letter: letter.seq)]
+        finally:
+            target.close()
+
+    def _open(self, target: Target) -> None:
+        """Take the target over, in the epoch that delivers to it."""
+        epoch = self._store.current_epoch(self._stream.name, self._name)
+        if epoch is None:
+            raise ConfigError(f"nothing was ever delivered to target {self._name} of stream {self._stream.name}")
+        header = self._reader.header()
+        prefix, run = header.event_prefix, uuid4().hex
+        target.open(TargetContext(self._stream.name, self._name, header.journal_id, prefix, epoch.epoch, run))
+
+    def _retry(self, target: Rejecting, letter: Letter) -> Outcome:
+        # A letter before it in this very run may have made it obsolete, or what it relies on.
+        letter = self._store.get_letter(letter.id) or letter
+        if letter.state is LetterState.SUPERSEDED:
+            self._store.remove_letters([letter.id])
+            by = f"the change with seq {letter.superseded_by} has written its row later; removed"
+            return Outcome(letter.id, "superseded", by)
+        try:
+            row = self._complete(target, letter)
+            done = target.redeliver(Relation.from_json(letter.relation), letter.relation_id, unpacked(row))
+        except RowRefused as refused:
+            self._store.mark_letter(letter.id, reason=refused.message)
+            return Outcome(letter.id, "rejected", refused.message)
+        failpoint("letters.redelivered")
+        if target.mirrors:
+            for other in self._of_its_row(letter):
+                if other.seq < letter.seq:
+                    self._store.mark_letter(other.id, superseded_by=letter.seq)
+        self._store.remove_letters([letter.id])
+        if done:
+            return Outcome(letter.id, "delivered", f"seq {letter.seq} of {letter.table}")
+        return Outcome(letter.id, "superseded", "the target has this change or a newer row; removed")
+
+    def _complete(self, target: Rejecting, letter: Letter) -> bytes:
+        """The change, with the values that it relies on if those are not at the target."""
+        older = [other for other in self._of_its_row(letter) if other.seq < letter.seq]
+        stale = bool(older) and target.mirrors and relies_on_its_row(unpacked(letter.payload).to_batches()[0], 0)
+        if letter.kind != MISSING_BASE and not stale:
+            return letter.payload
+        outcome = repair(self._stream, [_as_reject(letter)])
+        if outcome.repaired:
+            return outcome.repaired[letter.event_id]
+        if letter.kind == MISSING_BASE and not stale:
+            # The target may have got the row by other means.
+            return letter.payload
+        raise RowRefused(outcome.left[0].reason, hint=f"retry letter {older[0].id} first" if older else None)
+
+    def _of_its_row(self, letter: Letter) -> list[Letter]:
+        mine = self._store.letters(letter.stream, letter.target)
+        return [
+            other
+            for other in mine
+            if (other.table, other.key) == (letter.table, letter.key)
+            and other.id != letter.id
+            and other.key is not None
+            and other.state is LetterState.WAITING
+        ]
+
+
+def _as_reject(letter: Letter) -> Reject:
+    return Reject(
+        letter.table,
+        letter.event_id,
+        letter.seq,
+        letter.op,
+        letter.kind,
+        letter.reason,
+        letter.key,
+        letter.relation_id,
+        letter.relation,
+        letter.payload,
+    )

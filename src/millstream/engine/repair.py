@@ -1,0 +1,123 @@
+"""Changes that lack a value nobody sent, completed by reading their rows at the source once more.
+
+A change leaves out values that it did not change and that are stored apart. If neither its batch nor the target
+has them, the source's row has: unless that was changed again since. So a row is taken only if everything else in
+it is what the change says. Otherwise another change of the row is on its way, which brings the rest or is
+completed itself, and nothing is lost by waiting for it.
+
+A value that is read may be newer than the change in one case: when a later change touched it alone. That one
+carries the value, and has a higher version. So the mirror can be early with it, but never wrong in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+
+from millstream.changelog import METADATA, exposed
+from millstream.errors import MillstreamError
+from millstream.model import Op, Relation, SourceSpec, StreamSpec
+from millstream.sources import read_keys
+from millstream.sources.decoders import decoder
+from millstream.targets.lanes.copy_text import value_text
+from millstream.targets.rejects import Reject, packed, unpacked
+from millstream.wire.json_columns import json_text
+
+_LACKS = "it leaves out values that did not change, which the target does not have"
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What became of changes without a base."""
+
+    repaired: Mapping[str, bytes]
+    """By event id the completed changes, as IPC streams."""
+    left: tuple[Reject, ...]
+    """The others, with the reason."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of the source, by the text of their key."""
+
+    after: pa.RecordBatch
+    special: pa.MapArray
+    numbers: Mapping[str, int]
+
+
+def repair(stream: StreamSpec, rejects: Sequence[Reject]) -> Repair:
+    """Complete what can be completed. Never raises for a source that cannot be asked: the changes are left then.
+
+    A stream that shapes its rows has none that are the source's.
+    """
+    if stream.shape:
+        why = "and the stream changes rows on their way, so that the source's would not do"
+        return Repair({}, tuple(_because(one, why) for one in rejects))
+    repaired: dict[str, bytes] = {}
+    left: list[Reject] = []
+    groups: dict[str, list[Reject]] = {}
+    for one in rejects:
+        groups.setdefault(Relation.from_json(one.relation).fingerprint(), []).append(one)
+    for group in groups.values():
+        try:
+            rows = _read(stream.source, Relation.from_json(group[0].relation), group)
+        except MillstreamError as failed:
+            left += [_because(one, f"the source cannot be asked for them ({type(failed).__name__})") for one in group]
+            continue
+        for one in group:
+            number = rows.numbers.get(one.key or "")
+            if number is None:
+                left.append(_because(one, "and the source no longer has the row under this key"))
+                continue
+            completed = _completed(unpacked(one.row), rows, number)
+            if completed is None:
+                left.append(_because(one, "and the source has changed the row since"))
+            else:
+                repaired[one.event_id] = packed(completed)
+    return Repair(repaired, tuple(left))
+
+
+def _because(one: Reject, why: str) -> Reject:
+    return replace(one, reason=f"{one.table}: {_LACKS}, {why}")
+
+
+def _read(source: SourceSpec, relation: Relation, rejects: Sequence[Reject]) -> _Rows:
+    seen = exposed(relation)
+    key = seen.primary_key if relation.identity == "f" else seen.key
+    places = [[column.name for column in seen.columns].index(name) for name in key]
+    changes = pa.concat_tables([unpacked(one.row) for one in rejects]).combine_chunks()
+    texts = [value_text(_one(changes[name])).to_pylist() for name in key]
+    keys = sorted(set(zip(*texts, strict=True)))
+    payload = list(read_keys(source, relation, [relation.columns[at].name for at in places], keys))
+    rows = pa.concat_arrays(payload) if payload else pa.array([], pa.large_binary())
+    decoded = decoder(seen).decode(np.full(len(rows), Op.READ, np.uint8), rows)
+    found = [",".join(parts) for parts in zip(*(json_text(decoded.after[n]).to_pylist() for n in key), strict=True)]
+    return _Rows(decoded.after, decoded.special, {text: number for number, text in enumerate(found)})
+
+
+def _completed(change: pa.Table, rows: _Rows, number: int) -> pa.Table | None:
+    """The change with every value; None if the row is not the one that it wrote."""
+    unsent = set(change["_ms_unchanged"][0].as_py())
+    theirs = dict(rows.special[number].as_py() or ())
+    ours = dict(change["_ms_special"][0].as_py() or ())
+    for name in change.column_names:
+        if name in METADATA:
+            continue
+        value = rows.after[name].slice(number, 1)
+        if name in unsent:
+            place = change.column_names.index(name)
+            change = change.set_column(place, change.schema.field(place), value.cast(change.schema.field(place).type))
+        elif json_text(_one(change[name])) != json_text(value) or ours.get(name) != theirs.get(name):
+            return None
+    special = list({**ours, **{name: text for name, text in theirs.items() if name in unsent}}.items())
+    for name, cell in (("_ms_unchanged", []), ("_ms_special", special)):
+        place = change.column_names.index(name)
+        change = change.set_column(place, change.schema.field(place), pa.array([cell], change.schema.field(place).type))
+    return change
+
+
+def _one(column: pa.ChunkedArray) -> pa.Array:
+    return pa.concat_arrays(column.chunks)

@@ -1,0 +1,263 @@
+"""Changes that a target cannot take: how a task tells them, and what they mean for the changes that follow.
+
+A rejected change becomes a dead letter and is left out of its batch. What it would have done to its row was
+not done, so the target's row is older than the source's. Until another change writes that row whole, no value
+may be taken from it: a change that relies on one (`_ms_unchanged`) lacks its base, and is rejected too.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.changelog import BEFORE
+from millstream.errors import MissingBase, RowRefused, TargetRefused
+from millstream.latest import booleans, one_letter, whole_numbers
+from millstream.model import Json, Op, Relation
+from millstream.targets.lanes.tables import mirror_key
+from millstream.wire.json_columns import json_text
+
+AT_ONCE = 1000
+"""So many rejects leave a task at a time; the rest are found by the next try,"""
+BYTES_AT_ONCE = 32 << 20
+"""and so many bytes of them."""
+
+_MISSING = "it leaves out values that did not change, and the target's row is older than the one they are in"
+
+
+@dataclass(frozen=True)
+class Reject:
+    """One change that the target cannot take. `reason` has no value of the row; `key` and `row` have."""
+
+    table: str
+    event_id: str
+    seq: int
+    op: str
+    kind: str
+    """value | constraint | encoding | missing_base"""
+    reason: str
+    key: str | None
+    """The key of the row after the change, as JSON text; None where rows have no key."""
+    relation_id: int
+    relation: Json
+    row: bytes
+    """The change in the schema of the relation's changelog, as an Arrow IPC stream."""
+
+    def to_json(self) -> Json:
+        return {**vars(self), "row": base64.b64encode(self.row).decode()}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Reject:
+        return cls(**{**value, "row": base64.b64decode(value["row"])})
+
+
+class RowsRejected(TargetRefused):
+    """Some changes of a batch cannot be taken; nothing was written. The others can be, without them."""
+
+    def __init__(self, rejects: Sequence[Reject]) -> None:
+        first = rejects[0]
+        super().__init__(f"{first.table}: {len(rejects)} changes cannot be taken, the first because {first.reason}")
+        self.rejects = tuple(rejects)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A letter that is open, as far as tasks must know it."""
+
+    event_id: str
+    seq: int
+    table: str
+    key: str | None
+
+
+@dataclass(frozen=True)
+class Outstanding:
+    """What a batch must know of a target's letters. Picklable, and small: letters are limited."""
+
+    mirrors: bool = False
+    """Whether the target keeps the latest row per key; else it appends."""
+    held: tuple[Held, ...] = ()
+    left_out: frozenset[str] = frozenset()
+    """Event ids of changes that are letters."""
+    repaired: Mapping[str, bytes] = field(default_factory=dict)
+    """By event id the changes that were completed, as IPC streams."""
+
+
+def packed(rows: pa.Table) -> bytes:
+    """Rows as an IPC stream."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, rows.schema) as writer:
+        writer.write_table(rows)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def unpacked(raw: bytes) -> pa.Table:
+    """The rows of an IPC stream."""
+    return pa.ipc.open_stream(raw).read_all()
+
+
+def reject(
+    relation: Relation, relation_id: int, row: pa.Table, key: Sequence[str], refused: RowRefused | MissingBase
+) -> Reject:
+    """A row of a changelog as a reject."""
+    return Reject(
+        relation.table,
+        row["_ms_event_id"][0].as_py(),
+        row["_ms_seq"][0].as_py(),
+        row["_ms_op"][0].as_py(),
+        refused.kind,
+        refused.message,
+        key_texts(row, key)[0][0].as_py() if key else None,
+        relation_id,
+        relation.to_json(),
+        packed(row.combine_chunks()),
+    )
+
+
+def key_texts(rows: pa.Table | pa.RecordBatch, key: Sequence[str]) -> tuple[pa.StringArray, pa.StringArray]:
+    """The key of each row after its change and before it, as JSON text; NULL where no old key was sent."""
+    before = _one(rows[BEFORE])
+    old = {name: pc.struct_field(before, [name]) for name in key}
+    there = [pc.coalesce(_one(rows[name]), old[name]) for name in key]
+    new_text, old_text = (
+        pc.binary_join_element_wise(*(json_text(each) for each in columns), ",") for columns in (there, old.values())
+    )
+    return new_text, pc.if_else(before.is_valid(), old_text, pa.scalar(None, pa.string()))
+
+
+def _one(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    return pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
+
+
+class Guard:
+    """Stands between the decoded changes of a batch and its target. One per try of a task."""
+
+    def __init__(self, outstanding: Outstanding) -> None:
+        self._it = outstanding
+        self.rejects: list[Reject] = []
+        """Changes that rely on values of a row that is too old; to be told before anything is committed."""
+        self.superseded: dict[str, int] = {}
+        """Event ids of letters that a change of this batch makes obsolete, with its seq."""
+
+    def passed(
+        self, relation: Relation, relation_id: int, batches: Iterator[pa.RecordBatch]
+    ) -> Iterator[pa.RecordBatch]:
+        """The changes that the target shall get."""
+        held = [letter for letter in self._it.held if letter.table == relation.table]
+        if not (held or self._it.left_out or self._it.repaired):
+            return batches
+        key = mirror_key(relation) if self._it.mirrors else ()
+        return self._passed(_Concerned(relation, relation_id, key, held), batches)
+
+    def check(self) -> None:
+        """Raise RowsRejected if a change cannot be taken as it is."""
+        if self.rejects:
+            raise RowsRejected(self.rejects)
+
+    def _passed(self, it: _Concerned, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            there = np.ones(batch.num_rows, bool)
+            gone: list[int] = []
+            batch = self._repaired(batch)
+            for at in it.concerned(batch, self._it.left_out):
+                if not self._take(it, batch, at):
+                    there[at] = False
+                    if it.moves(batch, at):
+                        # What the row was called before is free, whatever became of the row.
+                        there[at] = True
+                        gone.append(at)
+            if gone:
+                batch = _as_deletes(batch, gone)
+            yield batch if there.all() else batch.take(whole_numbers(np.flatnonzero(there)))
+
+    def _repaired(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The changes with those that were completed in their places."""
+        if not self._it.repaired:
+            return batch
+        numbers = {event: number for number, event in enumerate(batch["_ms_event_id"].to_pylist())}
+        order = np.arange(batch.num_rows)
+        more = [event for event in self._it.repaired if event in numbers]
+        if not more:
+            return batch
+        rows = [unpacked(self._it.repaired[event]).combine_chunks().to_batches()[0] for event in more]
+        order[[numbers[event] for event in more]] = batch.num_rows + np.arange(len(more))
+        return pa.concat_batches([batch, *rows]).take(whole_numbers(order))
+
+    def _take(self, it: _Concerned, batch: pa.RecordBatch, at: int) -> bool:
+        """Whether this change goes on. What it makes obsolete, or lacks, is noted."""
+        if batch["_ms_event_id"][at].as_py() in self._it.left_out:
+            return False
+        seq = batch["_ms_seq"][at].as_py()
+        older = [letter for letter in it.letters(batch, at) if letter.seq < seq and self._is_open(letter, seq)]
+        if older and relies_on_its_row(batch, at):
+            row = pa.Table.from_batches([batch.slice(at, 1)])
+            self.rejects.append(reject(it.relation, it.relation_id, row, it.key, MissingBase(_MISSING)))
+            return False
+        for letter in older:
+            self.superseded[letter.event_id] = seq
+        return True
+
+    def _is_open(self, letter: Held, seq: int) -> bool:
+        return self.superseded.get(letter.event_id, seq) >= seq
+
+
+@dataclass(frozen=True)
+class _Concerned:
+    """A relation of the batch, and the letters of its table."""
+
+    relation: Relation
+    relation_id: int
+    key: tuple[str, ...]
+    held: Sequence[Held]
+
+    def concerned(self, batch: pa.RecordBatch, left_out: frozenset[str]) -> list[int]:
+        """The rows, in order, that are letters or may touch the row of one."""
+        mask = booleans(pc.is_in(batch["_ms_event_id"], pa.array(sorted(left_out), pa.string())))
+        if self.held and self.key:
+            keys = pa.array(sorted({letter.key for letter in self.held if letter.key is not None}), pa.string())
+            for texts in key_texts(batch, self.key):
+                mask |= booleans(pc.is_in(texts, keys))
+            mask |= one_letter(batch["_ms_op"]) == Op.TRUNCATE
+        return [int(at) for at in np.flatnonzero(mask)]
+
+    def letters(self, batch: pa.RecordBatch, at: int) -> Sequence[Held]:
+        """The letters of rows that this change writes."""
+        if not self.key:
+            return ()
+        if batch["_ms_op"][at].as_py() == chr(Op.TRUNCATE):
+            return self.held
+        keys = {text[0].as_py() for text in key_texts(batch.slice(at, 1), self.key)}
+        return [letter for letter in self.held if letter.key in keys]
+
+    def moves(self, batch: pa.RecordBatch, at: int) -> bool:
+        if not self.key or batch["_ms_op"][at].as_py() != chr(Op.UPDATE):
+            return False
+        new, old = (text[0].as_py() for text in key_texts(batch.slice(at, 1), self.key))
+        return old is not None and new != old
+
+
+def relies_on_its_row(batch: pa.RecordBatch, at: int) -> bool:
+    """Whether the change leaves out values that its own old row does not have either."""
+    unsent = batch["_ms_unchanged"][at].as_py()
+    if not unsent:
+        return False
+    before = batch[BEFORE][at].as_py() or {}
+    special = dict(batch["_ms_special"][at].as_py() or ())
+    return any(before.get(name) is None and f"{BEFORE}.{name}" not in special for name in unsent)
+
+
+def _as_deletes(batch: pa.RecordBatch, rows: Sequence[int]) -> pa.RecordBatch:
+    """These changes as deletes of the rows that they found."""
+    mask = np.zeros(batch.num_rows, bool)
+    mask[list(rows)] = True
+    chosen = pa.array(mask.tolist(), pa.bool_())
+    for name, value in (("_ms_op", chr(Op.DELETE)), ("_ms_deleted", True)):
+        number = batch.schema.get_field_index(name)
+        batch = batch.set_column(number, batch.schema.field(number), pc.if_else(chosen, value, batch[name]))
+    return batch
