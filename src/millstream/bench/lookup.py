@@ -11,7 +11,6 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.bench.frame import Settings
+from millstream.checksum import crc32
 from millstream.journal import JOURNAL, JournalReader, JournalWriter
 from millstream.journal.ends import ENDS, encode
 from millstream.journal.files import HEAD, SEGMENTS
@@ -138,7 +138,7 @@ def _entry(path: Path, number: int, rows: int, ends: Records, cuts: Records, *, 
         last_seq=int(last["seq"]),
         length=SEGMENT_BYTES,
         cut_entries=len(cuts),
-        cut_crc=zlib.crc32(cuts.tobytes()),
+        cut_crc=crc32(cuts.tobytes()),
         row_bytes=int(cuts["bytes"][-1]),
         first_commit_position=int(ends["commit_position"][0]),
         min_ts_us=int(ends["commit_ts_us"].min()),

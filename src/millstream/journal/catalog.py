@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from millstream.checksum import crc32
 from millstream.errors import JournalCorrupt
 from millstream.journal.ends import BLOCKS, ENDS, decode_block, read_directory
 from millstream.journal.files import HEAD
@@ -201,7 +201,7 @@ class Catalog:
             return self._grow(name, count, dtype)
         if name not in self._kept:
             raw = self._files.read(name, 0, count * dtype.itemsize).to_pybytes()
-            if len(raw) != count * dtype.itemsize or zlib.crc32(raw) != crc:
+            if len(raw) != count * dtype.itemsize or crc32(raw) != crc:
                 raise JournalCorrupt(
                     f"{name} is damaged", hint="remove the file: the writer rebuilds it when it opens the journal"
                 )

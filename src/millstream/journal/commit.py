@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
+from millstream.checksum import crc32
 from millstream.journal.format import JOURNAL
 
 KEY = "millstream.commit"
@@ -74,7 +74,7 @@ class CommitRecord:
     def of_message(cls, message: bytes) -> CommitRecord | None:
         """The record in the bytes of an IPC message; None unless every byte of the message is right."""
         match = _RECORD.search(message)
-        if match is None or int(match[1], 16) != zlib.crc32(_without_crc(message, match.start())):
+        if match is None or int(match[1], 16) != crc32(_without_crc(message, match.start())):
             return None
         return cls(**json.loads(match[2]))
 
@@ -142,5 +142,5 @@ class CommitMessages:
         self._writer.write_batch(self._empty, custom_metadata={KEY: record.to_text()})
         message = self._sink.take()
         at = message.index(_UNKNOWN)
-        crc = b"ms1 %08x " % zlib.crc32(message)
+        crc = b"ms1 %08x " % crc32(message)
         return message[:at] + crc + message[at + len(crc) :]

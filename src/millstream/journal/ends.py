@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from millstream.checksum import crc32
 from millstream.errors import JournalCorrupt
 from millstream.journal.index import Records, column, transaction_ends
 
@@ -74,10 +75,10 @@ def encode(ends: Records) -> EncodedEnds:
     directory["first_seq"] = ends["seq"][::BLOCK_ENDS]
     directory["last_seq"] = [ends["seq"][min(at + BLOCK_ENDS, len(ends)) - 1] for at in range(0, len(ends), BLOCK_ENDS)]
     directory["length"] = [len(part) for part in parts]
-    directory["crc"] = [zlib.crc32(part) for part in parts]
+    directory["crc"] = [crc32(part) for part in parts]
     directory["offset"] = directory.nbytes + np.cumsum(directory["length"]) - directory["length"]
     head = directory.tobytes()
-    return EncodedEnds(b"".join([head, *parts]), len(parts), zlib.crc32(head))
+    return EncodedEnds(b"".join([head, *parts]), len(parts), crc32(head))
 
 
 def _encode_block(ends: Records) -> bytes:
@@ -89,14 +90,14 @@ def _encode_block(ends: Records) -> bytes:
 def read_directory(raw: bytes, blocks: int, crc: int, where: str) -> Records:
     """The directory at the beginning of a `.ends` file."""
     head = raw[: blocks * BLOCKS.itemsize]
-    if len(head) < blocks * BLOCKS.itemsize or zlib.crc32(head) != crc:
+    if len(head) < blocks * BLOCKS.itemsize or crc32(head) != crc:
         raise _damaged(where)
     return np.frombuffer(head, BLOCKS)
 
 
 def decode_block(raw: bytes, crc: int, where: str) -> Records:
     """The ends in the bytes of one block."""
-    if zlib.crc32(raw) != crc:
+    if crc32(raw) != crc:
         raise _damaged(where)
     octets = np.frombuffer(zlib.decompress(raw), "u1").reshape(8, -1)
     steps = np.ascontiguousarray(octets.T).view("<i8").reshape(len(ENDS.names or ()), -1)

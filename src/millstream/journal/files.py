@@ -11,12 +11,12 @@ import errno
 import json
 import os
 import sys
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from millstream.checksum import crc32
 from millstream.errors import JournalError, JournalFull
 
 EXIT_FSYNC = 74
@@ -137,13 +137,13 @@ def sealed_json(body: Any) -> bytes:
 
 def sealed_text(text: str) -> bytes:
     """As `sealed_json`, of a body that is JSON already."""
-    return b'{"crc":%d,"body":%s}\n' % (zlib.crc32(text.encode()), text.encode())
+    return b'{"crc":%d,"body":%s}\n' % (crc32(text.encode()), text.encode())
 
 
 def unsealed_json(raw: bytes) -> Any | None:
     """The body of `sealed_json`; None unless every byte is as it was written."""
     head, _, rest = raw.partition(b',"body":')
     body = rest.removesuffix(b"}\n")
-    if not head.startswith(b'{"crc":') or not head[7:].isdigit() or int(head[7:]) != zlib.crc32(body):
+    if not head.startswith(b'{"crc":') or not head[7:].isdigit() or int(head[7:]) != crc32(body):
         return None
     return json.loads(body)

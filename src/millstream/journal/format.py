@@ -9,9 +9,11 @@
       pruned.json          the last seq that retention removed, if it has removed any
       relations.jsonl      one description a line, once per content, the line number is its id
       segments/
-        N.arrows           open form: an Arrow IPC stream in commit order, mixed relations
-        N.sealed.arrows    the same rows, written once more in runs of one relation each; if the segment
-                           before came out small, its rows too, and then that one is gone
+        N.arrows           open form: an Arrow IPC stream in commit order, mixed relations; many rows that
+                           were committed at once are in runs of one relation each
+        N.sealed.arrows    the same rows, written once more in such runs; if the segment before came out
+                           small, its rows too, and then that one is gone. Or, if all runs were long
+                           already, a second name of the same file
         N.idx  N.sealed.idx     slices: one record per (record batch, relation)
         N.cuts N.sealed.cuts    transaction ends, one in 64 rows: seq, positions, commit time
         N.sealed.ends           all transaction ends, compressed
@@ -31,13 +33,13 @@ A commit record is a record batch without rows whose custom metadata holds a `Co
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import pyarrow as pa
 
+from millstream.checksum import crc32
 from millstream.errors import JournalCorrupt
 from millstream.model import Json
 from millstream.sources.base import CAPTURED
@@ -115,14 +117,14 @@ class Head:
 
     def to_bytes(self) -> bytes:
         body = json.dumps(vars(self), separators=(",", ":")).encode()
-        return (b"%08x %s" % (zlib.crc32(body), body)).ljust(HEAD_BYTES, b"\n")
+        return (b"%08x %s" % (crc32(body), body)).ljust(HEAD_BYTES, b"\n")
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Head | None:
         """None when the bytes are not a whole head (a crash of the machine while it was replaced)."""
         crc, _, body = raw.rstrip(b"\n").partition(b" ")
         try:
-            if int(crc, 16) != zlib.crc32(body):
+            if int(crc, 16) != crc32(body):
                 return None
         except ValueError:
             return None
@@ -173,4 +175,4 @@ class Header:
         return header
 
     def _crc(self) -> int:
-        return zlib.crc32(json.dumps(self.to_json(), sort_keys=True).encode())
+        return crc32(json.dumps(self.to_json(), sort_keys=True).encode())

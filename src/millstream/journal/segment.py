@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from millstream.checksum import crc32
 from millstream.errors import JournalCorrupt
 from millstream.failpoint import failpoint
 from millstream.journal.commit import COMMIT_BODY, CommitRecord
@@ -56,7 +56,7 @@ class Frame:
         return CommitRecord.of_message(self.raw.to_pybytes())
 
     def crc(self) -> int:
-        return zlib.crc32(self.raw)
+        return crc32(self.raw)
 
 
 def frames(data: pa.Buffer, base: int = 0) -> Iterator[Frame]:
@@ -197,7 +197,7 @@ def addition(mark: Mark, batch: pa.RecordBatch, messages: Sequence[Message], ope
     parts, length = [], mark.length
     for rows, message in messages:
         size = len(memoryview(message))
-        parts.append(index_of(rows, length, size, zlib.crc32(message)))
+        parts.append(index_of(rows, length, size, crc32(message)))
         length += size
     index = np.concatenate(parts)
     cuts = cuts_of(batch, open_end, mark.row_bytes)
@@ -209,9 +209,9 @@ def addition(mark: Mark, batch: pa.RecordBatch, messages: Sequence[Message], ope
         last_seq=int(column(batch, "seq")[-1]),
         length=length,
         index_entries=mark.index_entries + len(index),
-        index_crc=zlib.crc32(index.tobytes(), mark.index_crc),
+        index_crc=crc32(index.tobytes(), mark.index_crc),
         cut_entries=mark.cut_entries + len(cuts),
-        cut_crc=zlib.crc32(cuts.tobytes(), mark.cut_crc),
+        cut_crc=crc32(cuts.tobytes(), mark.cut_crc),
         row_bytes=mark.row_bytes + int(row_bytes(batch).sum()),
         first_commit_position=int(column(batch, "commit_position")[0]) if first is None else first,
         min_ts_us=low if mark.min_ts_us is None else min(mark.min_ts_us, low),
@@ -233,7 +233,7 @@ def with_cut(mark: Mark, cut: Cut) -> tuple[Mark, bytes]:
         mark.row_bytes,
     )
     raw = np.array([record], CUTS).tobytes()
-    return replace(mark, cut_entries=mark.cut_entries + 1, cut_crc=zlib.crc32(raw, mark.cut_crc), last_cut=cut.seq), raw
+    return replace(mark, cut_entries=mark.cut_entries + 1, cut_crc=crc32(raw, mark.cut_crc), last_cut=cut.seq), raw
 
 
 OPEN_FORM = (".arrows", ".idx", ".cuts")
