@@ -28,7 +28,9 @@ from millstream.sources.base import Block, Severity, Source, SourceIdentity
 COMMIT_SECONDS = 0.025
 """Rows wait no longer than this for their commit,"""
 COMMIT_BYTES = 8 << 20
-"""nor do more than this."""
+"""nor do more than this;"""
+BEHIND_SECONDS = 0.2
+"""those of a source that is far behind wait so long: many at once are written in the order that readers like."""
 PROGRESS_SECONDS = 1.0
 """How often a position without rows is made durable."""
 LOOK_SECONDS = 1.0
@@ -89,15 +91,15 @@ class CaptureLoop:
                     self._event("capture.running", f"capturing from {self._text(writer.end)}", position=writer.end)
                     backoff.reset()
                 self._append(writer, block)
-                if not block.open_transaction and self._between(writer, idle=block.rows is None):
+                if not block.open_transaction and self._between(writer, block):
                     return
         except SourceUnavailable:
             self._settle()
             raise
 
-    def _between(self, writer: JournalWriter, *, idle: bool) -> bool:
+    def _between(self, writer: JournalWriter, block: Block) -> bool:
         """Everything that is done between two transactions. True when it is time to stop."""
-        self._commit(writer, idle=idle)
+        self._commit(writer, idle=block.rows is None, within=BEHIND_SECONDS if block.behind else COMMIT_SECONDS)
         self._acknowledge(writer)
         self._look(writer)
         writer.maintain()
@@ -123,7 +125,7 @@ class CaptureLoop:
     def _append(self, writer: JournalWriter, block: Block) -> None:
         if block.rows is None and block.progress is None:
             return
-        if block.open_transaction and not self._open_transaction:
+        if block.open_transaction and not self._open_transaction and not block.behind:
             # What is whole shall not wait for the end of a giant, nor be lost with one that is cut off.
             self._commit(writer, now=True)
         writer.append(block)
@@ -132,12 +134,14 @@ class CaptureLoop:
         if block.rows is not None:
             self._rows += block.rows.num_rows
 
-    def _commit(self, writer: JournalWriter, *, idle: bool = False, now: bool = False) -> None:
+    def _commit(
+        self, writer: JournalWriter, *, idle: bool = False, now: bool = False, within: float = COMMIT_SECONDS
+    ) -> None:
         clock, since = time.monotonic(), writer.pending_since
         if since is None:
             return
         if writer.pending_bytes:
-            due = idle or clock - since >= COMMIT_SECONDS or writer.pending_bytes >= COMMIT_BYTES
+            due = idle or clock - since >= within or writer.pending_bytes >= COMMIT_BYTES
         else:
             due = clock - self._progress_at >= PROGRESS_SECONDS
         if not (due or now) or writer.commit() is None:

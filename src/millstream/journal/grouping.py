@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import FileIO
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from millstream.checksum import crc32
 from millstream.errors import JournalCorrupt
 from millstream.journal.commit import SCHEMA_MESSAGE
 from millstream.journal.files import disk_errors
@@ -21,6 +21,9 @@ from millstream.journal.index import Records, column, integers, row_bytes
 RUN_ROWS = 16 << 10
 RUN_BYTES = 8 << 20
 """A run is one record batch of a sealed segment; a batch that ends inside one reads all of it."""
+
+LONG_ROWS = 1024
+"""Runs of so many rows on average decode about as fast as longer ones."""
 
 GATHER_BYTES = RUN_BYTES
 """Relations whose rows take no more than this together are gathered in one pass over the segments."""
@@ -43,6 +46,11 @@ def by_relation(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     borders = np.flatnonzero(np.diff(relation[order])) + 1
     for rows in np.split(order, borders):
         yield from cut_runs(batch.take(integers(rows)))
+
+
+def makes_long_runs(batch: pa.RecordBatch) -> bool:
+    """Whether the rows of each relation are many."""
+    return len(batch) >= LONG_ROWS and len(batch) >= LONG_ROWS * len(np.unique(column(batch, "relation")))
 
 
 def cut_runs(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
@@ -142,7 +150,7 @@ def _read_stretch(file: FileIO, messages: Records, source: Path) -> pa.RecordBat
     starts = (messages["offset"] - start + len(SCHEMA_MESSAGE)).tolist()
     places = zip(starts, messages["length"].tolist(), messages["crc"].tolist(), strict=True)
     for at, length, crc in places:
-        if zlib.crc32(view[at : at + length]) != crc:
+        if crc32(view[at : at + length]) != crc:
             raise JournalCorrupt(
                 f"{source} is damaged at byte {start + at - len(SCHEMA_MESSAGE)}",
                 hint="`millstream journal verify` shows all",

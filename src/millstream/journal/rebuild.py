@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from millstream.checksum import crc32
 from millstream.errors import JournalCorrupt
 from millstream.journal.commit import SCHEMA_MESSAGE, CommitRecord
 from millstream.journal.ends import ENDS, encode, ends_of
@@ -29,6 +29,7 @@ from millstream.journal.segment import (
     segment_name,
     segment_number,
 )
+from millstream.journal.walk import walk_segment
 
 
 def ensure_index(segments: Path, name: str, length: int, record: CommitRecord) -> Mark:
@@ -99,20 +100,18 @@ def sealed_entry(segments: Path, number: int, journal_id: str) -> tuple[Entry, b
     path = segments / f"{name}.arrows"
     with pa.memory_map(str(path)) as source:
         data = source.read_buffer()
-        found = list(frames(data))
-        record = found[-1].record() if found else None
-        if record is None or record.journal_id != journal_id or found[-1].end != data.size:
+        points, whole = walk_segment(data, number, journal_id)
+        if not whole or not points:
             return None
-        if record.at != found[-1].offset or record.crc != zlib.crc32(memoryview(data)[: record.at]):
-            return None
+        record = points[-1].record
         index, cuts, ends = sealed_parts(data, record, str(path))
     mark = Mark.after(record, number, data.size)
     mark = replace(
         mark,
         index_entries=len(index),
-        index_crc=zlib.crc32(index.tobytes()),
+        index_crc=crc32(index.tobytes()),
         cut_entries=len(cuts),
-        cut_crc=zlib.crc32(cuts.tobytes()),
+        cut_crc=crc32(cuts.tobytes()),
     )
     encoded = encode(ends)
     _overwrite(segments / f"{name}.idx", [index.tobytes()])
@@ -190,7 +189,7 @@ def _crc_of(path: Path, size: int) -> int | None:
         raw = path.read_bytes()[:size]
     except FileNotFoundError:
         return None
-    return zlib.crc32(raw) if len(raw) == size else None
+    return crc32(raw) if len(raw) == size else None
 
 
 def _overwrite(path: Path, parts: list[bytes]) -> None:

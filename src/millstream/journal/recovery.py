@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import time
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ import pyarrow as pa
 
 from millstream.errors import JournalCorrupt
 from millstream.failpoint import failpoint
-from millstream.journal.commit import SCHEMA_MESSAGE, CommitRecord, places
+from millstream.journal.commit import places
 from millstream.journal.files import disk_errors, remove_file, sync_directory
 from millstream.journal.format import Head, Header
 from millstream.journal.manifest import FILE as MANIFEST
@@ -27,6 +26,7 @@ from millstream.journal.manifest import Entry, Manifest, entry_of
 from millstream.journal.pruned import Pruned
 from millstream.journal.rebuild import derived_files_fit, ensure_index, rebuilt_entry, sealed_entry
 from millstream.journal.segment import End, Mark, frames, remove_segment, segment_name, segment_number
+from millstream.journal.walk import Point, walk_segment
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,6 @@ class Recovered:
     end: End
     superseded: tuple[int, ...]
     """Segments that are there in a form that only batches which run now may still read."""
-
-
-@dataclass(frozen=True)
-class Point:
-    """The end of a record in a segment."""
-
-    number: int
-    offset: int
-    record: CommitRecord
 
 
 def start_of(header: Header) -> End:
@@ -152,29 +143,6 @@ def walk(segments: Path, header: Header, tail: Mapping[int, str], first: int) ->
         if not clean:
             break
     return points
-
-
-def walk_segment(data: pa.Buffer, number: int, journal_id: str) -> tuple[list[Point], bool]:
-    """The records of one segment as far as every byte checks out, and whether that is all of it."""
-    view = memoryview(data)
-    points: list[Point] = []
-    checked = 0
-    if bytes(view[: len(SCHEMA_MESSAGE)]) != SCHEMA_MESSAGE:
-        return points, False
-    for frame in frames(data):
-        if frame.has_rows or frame.message.type != "record batch":
-            continue
-        record = frame.record()
-        if (
-            record is None
-            or record.journal_id != journal_id
-            or (record.at, record.crc_from) != (frame.offset, checked)
-            or record.crc != zlib.crc32(view[checked : frame.offset])
-        ):
-            return points, False
-        checked = frame.end
-        points.append(Point(number, frame.end, record))
-    return points, checked == len(view)
 
 
 def judge(

@@ -3,7 +3,8 @@
 Decoding works on runs of one relation, and a mixed segment of small commits costs many times the
 bytes. It happens on a thread of its own beside capture, with memory for a few record batches,
 whatever the segment holds. What comes out small is written again with the next one. That is much
-writing for few bytes, but only slow traffic comes out small.
+writing for few bytes, but only slow traffic comes out small. What was written in long runs already
+keeps its bytes (`adoption`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +21,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from millstream.checksum import crc32
 from millstream.errors import JournalCorrupt
 from millstream.failpoint import failpoint
+from millstream.journal.adoption import adopt, is_in_long_runs, write_beside
 from millstream.journal.commit import SCHEMA_MESSAGE, CommitMessages
 from millstream.journal.ends import EndsOf, encode
 from millstream.journal.files import disk_errors, open_file, sync_directory, sync_file, write_all
@@ -127,7 +129,8 @@ def seal(segments: Path, sources: Sequence[Entry], journal_id: str, epoch: int, 
     """
     number = sources[-1].number
     try:
-        sealed = _write_sealed(segments, sources, journal_id, epoch, stop)
+        sealed = adopt(segments, sources[0], epoch) if len(sources) == 1 and is_in_long_runs(sources[0]) else None
+        sealed = sealed or _write_sealed(segments, sources, journal_id, epoch, stop)
     except BaseException:
         remove_segment(segments, number, SEALED_FORM)
         raise
@@ -151,11 +154,11 @@ def _write_sealed(
             # Arrow needs 20 MB here, but its allocator would keep 70: capture's memory is bounded.
             pa.default_memory_pool().release_unused()
         raw = np.concatenate(index).tobytes()
-        entry = replace(entry, index_entries=len(raw) // INDEX.itemsize, index_crc=zlib.crc32(raw))
+        entry = replace(entry, index_entries=len(raw) // INDEX.itemsize, index_crc=crc32(raw))
         output.end(entry, journal_id, epoch)
         encoded = encode(ends.ends(open_end=entry.last_cut != entry.last_seq))
         for ending, content in ((".idx", raw), (".cuts", cuts.tobytes()), (".ends", encoded.raw)):
-            _write_beside(target.with_suffix(ending), content)
+            write_beside(target.with_suffix(ending), content)
         sync_directory(segments)
     finally:
         output.close()
@@ -184,7 +187,7 @@ def _joined(sources: Sequence[Entry], cuts: Records) -> Entry:
         max_ts_us=max(highs, default=None),
         last_cut=next((entry.last_cut for entry in reversed(sources) if entry.last_cut is not None), None),
         cut_entries=len(cuts),
-        cut_crc=zlib.crc32(cuts.tobytes()),
+        cut_crc=crc32(cuts.tobytes()),
     )
 
 
@@ -206,20 +209,9 @@ def _index(segments: Path, entry: Entry) -> Records:
 def _beside(path: Path, dtype: np.dtype[np.void], count: int, crc: int) -> Records:
     """A derived file of a closed segment."""
     raw = path.read_bytes()[: count * dtype.itemsize]
-    if zlib.crc32(raw) != crc:
+    if crc32(raw) != crc:
         raise JournalCorrupt(f"{path} is damaged", hint="remove it: it is rebuilt")
     return np.frombuffer(raw, dtype)
-
-
-def _write_beside(path: Path, raw: bytes) -> None:
-    """Write a derived file, durably."""
-    with disk_errors(path, "write the index"):
-        fd = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
-            write_all(fd, [raw])
-            sync_file(fd, path)
-        finally:
-            os.close(fd)
 
 
 class _Output:
@@ -235,7 +227,7 @@ class _Output:
 
     def batch(self, batch: pa.RecordBatch) -> Records:
         message = batch.serialize()
-        index = index_of(batch, self.length, message.size, zlib.crc32(message))
+        index = index_of(batch, self.length, message.size, crc32(message))
         self.write([message])
         return index
 
@@ -244,7 +236,7 @@ class _Output:
             write_all(self._fd, parts)
         for part in parts:
             self.length += len(memoryview(part))
-            self.crc = zlib.crc32(part, self.crc)
+            self.crc = crc32(part, self.crc)
         if self.length - self._synced >= SYNC_BYTES:
             self.sync()
 

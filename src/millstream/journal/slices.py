@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from millstream.checksum import crc32
 from millstream.errors import JournalCorrupt, JournalError, JournalMismatch, OutOfRange
 from millstream.journal.files import HEADER
 from millstream.journal.format import JOURNAL, MAX_BATCH_ROWS, Header, Slice
+from millstream.journal.grouping import LONG_ROWS
 from millstream.journal.index import Records, column, integers
 from millstream.journal.locations import Locations
 from millstream.journal.pruned import FILE as PRUNED
@@ -50,6 +51,10 @@ def open_slices(index: Records, range: SeqRange, **names: Any) -> Iterator[Slice
     places = index["offset"][wanted]
     if len(places) == 0:
         return
+    if (index["rows"][wanted] >= LONG_ROWS).all() and len(np.unique(places)) == len(places):
+        # Long runs of one relation each: no task has to read another's rows.
+        yield from sealed_slices(index, range, **names)
+        return
     # Of a batch in runs of one relation, a run outside the range can lie between two inside it.
     near = (index["offset"] >= places.min()) & (index["offset"] <= places.max())
     chosen, wanted = index[near], wanted[near]
@@ -86,7 +91,7 @@ def _window_slices(window: Records, messages: Records, names: dict[str, Any]) ->
 
 
 def _chained(crcs: Records) -> int:
-    return zlib.crc32(np.asarray(crcs, "<u4").tobytes())
+    return crc32(np.asarray(crcs, "<u4").tobytes())
 
 
 def open_slice(

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from millstream.checksum import crc32
 from millstream.failpoint import failpoint
 from millstream.journal.commit import SCHEMA_MESSAGE, CommitMessages
 from millstream.journal.files import disk_errors, sync_directory
-from millstream.journal.grouping import by_relation
+from millstream.journal.grouping import by_relation, makes_long_runs
 from millstream.journal.index import Cut, column
 from millstream.journal.manifest import Entry, entry_of
 from millstream.journal.segment import (
@@ -34,7 +34,8 @@ class Tail:
     have closed segments behind it already; they count only with the group's commit record. The
     first of them may hold committed rows that readers see, and stays in open form. All others are
     the group's alone: they are written in runs of one relation and named as sealed when they are
-    full, so that a group of any size has two segments in open form, its first and its last.
+    full, so that a group of any size has two segments in open form, its first and its last. Many rows
+    at once are written in such runs anywhere: then nothing is left for sealing to do.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Tail:
     def write(self, batch: pa.RecordBatch, open_end: bool) -> None:
         """Add a record batch to the group. `flush` or `commit` write it."""
         self._begin_segment()
-        runs = by_relation(batch) if self._closed else (batch,)
+        runs = by_relation(batch) if self._closed or makes_long_runs(batch) else (batch,)
         messages = [(rows, rows.serialize()) for rows in runs]
         add = addition(self._at, batch, messages, open_end)
         for _, message in messages:
@@ -106,7 +107,7 @@ class Tail:
 
     def _push(self, part: Any) -> None:
         self._parts.append(part)
-        self._crc = zlib.crc32(part, self._crc)
+        self._crc = crc32(part, self._crc)
 
     def flush(self) -> None:
         """Hand everything to the operating system: not durable, not visible, out of our memory."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from millstream.checksum import crc32
 from millstream.errors import JournalError
 from millstream.journal.ends import decode, ends_of
 from millstream.journal.files import HEAD, HEADER, SEGMENTS
@@ -17,12 +17,12 @@ from millstream.journal.format import Head, Header
 from millstream.journal.index import CUTS, INDEX, Records, in_seq_order, index_of
 from millstream.journal.manifest import FILE as MANIFEST
 from millstream.journal.manifest import Entry, Manifest
-from millstream.journal.recovery import walk_segment
 from millstream.journal.relations import FILE as RELATIONS
 from millstream.journal.relations import parse
 from millstream.journal.rowcheck import Problem, RowChecker
 from millstream.journal.segment import frames, record_batch, segment_name
 from millstream.journal.slices import EMPTY
+from millstream.journal.walk import walk_segment
 from millstream.journal.writer import read_head, read_header
 
 Progress = Callable[[int, int], None]
@@ -205,7 +205,7 @@ class _Verification:
         except FileNotFoundError:
             self._say(name, "is missing; the writer makes it again when it opens the journal")
             return None
-        if len(raw) < count * dtype.itemsize or (crc is not None and zlib.crc32(raw) != crc):
+        if len(raw) < count * dtype.itemsize or (crc is not None and crc32(raw) != crc):
             self._say(name, "is damaged; remove it and the writer makes it again when it opens the journal")
             return None
         return np.frombuffer(raw, dtype)
@@ -220,7 +220,7 @@ def _open_fault(data: pa.Buffer, number: int, header: Header) -> str | None:
 
 def _sealed_fault(data: pa.Buffer, header: Header) -> str | None:
     points, clean = walk_segment(data, 0, header.journal_id)
-    if clean and len(points) == 1:
+    if clean and points:
         return None
     return "is damaged: its bytes are not those that were written"
 

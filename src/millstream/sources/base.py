@@ -89,11 +89,13 @@ class Block:
     spread like this, and then its blocks follow each other with nothing between.
     `progress` is a position that is covered once this block and all before it are durable, though
     no row stands for it; it is never inside a transaction.
+    `behind` says that much more is there already: its rows need not be visible at once.
     """
 
     rows: pa.RecordBatch | None = None
     open_transaction: bool = False
     progress: int | None = None
+    behind: bool = False
 
 
 @dataclass(frozen=True)

@@ -24,24 +24,29 @@ FAILPOINTS = sorted(
 ONCE = {"journal.created", "journal.recovered", "journal.relation_written"}
 """Steps that a writer passes once."""
 
+BULK = {"journal.adopted"}
+"""Steps that only a writer of many rows at a time passes."""
+
 ROUNDS = 25
 OPTIONS = {"segment_bytes": 6000, "flush_bytes": 900}
 
 
-def load(round: int, maker: Maker) -> list[Transaction]:
+def load(round: int, maker: Maker, *, bulk: bool = False) -> list[Transaction]:
+    if bulk:
+        return [maker.transaction(6000 if round % 5 else 40, payload=4)]
     return [maker.transaction(400)] if round % 9 == 4 else maker.transactions([1, 7, 3])
 
 
-def go_on(path: Path, *, pruning: bool = False) -> None:
+def go_on(path: Path, *, pruning: bool = False, bulk: bool = False) -> None:
     """Write the load from where the journal ends, and say what was committed. Runs until it is killed."""
     writer = JournalWriter.open(path, **OPTIONS) if (path / "journal.json").exists() else create(path, **OPTIONS)
     for number in range(1, 5):
         assert writer.register(relation(number)) == number
     maker = Maker(seed=11)
     for round in range(ROUNDS):
-        transactions = [one for one in load(round, maker) if one.resume > writer.end]
+        transactions = [one for one in load(round, maker, bulk=bulk) if one.resume > writer.end]
         for one in transactions:
-            append_in_parts(writer, one, 30) if len(one.rows) > 30 else writer.append(block(one))
+            append_in_parts(writer, one, 30) if len(one.rows) > 30 and not bulk else writer.append(block(one))
         if writer.commit() is not None:
             print(writer.end, flush=True)
         writer.maintain()
@@ -56,8 +61,9 @@ def go_on(path: Path, *, pruning: bool = False) -> None:
 @pytest.mark.parametrize("name", FAILPOINTS)
 def test_a_kill_at_a_durable_step_loses_and_doubles_nothing(tmp_path: Path, name: str) -> None:
     path = tmp_path / "j"
-    pruning = name.startswith("retention.")
-    body = f"from pathlib import Path\nfrom test_journal_kills import go_on\ngo_on(Path({str(path)!r}), {pruning=})"
+    pruning, bulk = name.startswith("retention."), name in BULK
+    call = f"go_on(Path({str(path)!r}), {pruning=}, {bulk=})"
+    body = f"from pathlib import Path\nfrom test_journal_kills import go_on\n{call}"
     nth = 1 if name in ONCE else 2 if pruning else 3
     environment = {**os.environ, "MILLSTREAM_FAILPOINT": f"{name}:{nth}"}
     killed = subprocess.run(script(body), env=environment, capture_output=True, check=False)
@@ -67,9 +73,9 @@ def test_a_kill_at_a_durable_step_loses_and_doubles_nothing(tmp_path: Path, name
         head = JournalReader([str(path)]).head()
         assert head is not None
         assert head.covered >= promised[-1], "a promised commit is visible before anybody recovers"
-    go_on(path, pruning=pruning)
+    go_on(path, pruning=pruning, bulk=bulk)
     maker = Maker(seed=11)
-    written = numbered([one for round in range(ROUNDS) for one in load(round, maker)])
+    written = numbered([one for round in range(ROUNDS) for one in load(round, maker, bulk=bulk)])
     first = JournalReader([str(path)]).first_seq()
     assert (first > 1) == pruning
     assert first <= len(written) - 59
@@ -83,6 +89,7 @@ def test_a_kill_at_a_durable_step_loses_and_doubles_nothing(tmp_path: Path, name
 def test_the_failpoints_are_those_of_the_durable_steps() -> None:
     assert len(FAILPOINTS) == len(set(FAILPOINTS))
     assert {
+        "journal.adopted",
         "journal.created",
         "journal.relation_written",
         "journal.appended",

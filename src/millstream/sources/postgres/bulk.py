@@ -10,6 +10,9 @@ that was open: what lies between that place and the stretch is read again, thoug
 A stretch is therefore at least twice as long as what is read again for it. The server keeps the
 result of a call in a temporary file, which bounds the stretch.
 
+A stream, when it begins, reads everything again that the slot still holds back, however little of it
+it sends. So who has caught up may go on here for a while: the copy holds nothing back.
+
 When the end of a stretch has arrived, the next call is sent before its rows are worked on: server
 and capture are busy at the same time, without threads.
 """
@@ -19,7 +22,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -50,6 +53,8 @@ HELD_BYTES = 36 << 20
 
 MORE_BYTES, MORE_SECONDS = 256 << 10, 0.005
 """So much of a result is waited for, or so long, before what there is of it is taken."""
+REST_SECONDS = 0.05
+"""So long nothing is asked of a source that had nothing new."""
 WORK_MEM = "64MB"
 """What the server may keep of a result in memory; the rest goes to a temporary file, which takes time."""
 
@@ -72,6 +77,8 @@ class Place:
     restart: int
     """Where the next call begins to read."""
     log_end: int
+    held_from: int
+    """Where a stream of the slot itself would begin to read."""
     clock: int
     """The server's clock, as it counts microseconds."""
 
@@ -97,7 +104,7 @@ class BulkReader:
         self._copy = f"{slot[:50]}_bulk_{session.connection.backend_pid}"
         self._options = ", ".join(literal(text) for option in options.items() for text in option)
         self._message_bytes = float(_MESSAGE_BYTES)
-        self.place = Place(0, 0, 0, 0)
+        self.place = Place(0, 0, 0, 0, 0)
 
     def open(self) -> Turns:
         """Make the copy and bring it to where the assembler is. Raises BulkRefused."""
@@ -117,11 +124,11 @@ class BulkReader:
         except Refused as refused:
             raise BulkRefused(str(refused)) from None
 
-    def blocks(self, enough: Callable[[int], bool]) -> Iterator[Block]:
+    def blocks(self, enough: Callable[[int], bool], lingers: Callable[[], bool]) -> Iterator[Block]:
         """Blocks until `enough` says so of the distance to the log's end; it is asked when a call has ended.
 
-        At least every 100 ms. Nothing is left half done when the last block has come. Raises
-        BulkRefused when a stream would be better, and SourceUnavailable when the session ends.
+        And then as long as `lingers` says so. At least every 100 ms. Nothing is left half done when the last
+        block has come. Raises BulkRefused when a stream would be better, and SourceUnavailable when the session ends.
         """
         try:
             self._send()
@@ -131,13 +138,18 @@ class BulkReader:
                 held: deque[_Run] = deque()
                 yield from self._read(held)
                 failpoint("bulk.chunk_read")
-                goes_on = before < self.place.position and not enough(self.place.log_end - self.place.position)
+                close = enough(self.place.log_end - self.place.position)
+                goes_on = before < self.place.position and not close
                 if goes_on:
                     self._send()
                 while held:
                     yield from self._feed(held.popleft())
                 yield self._assembler.cover(self.place.position)
                 failpoint("bulk.chunk_appended")
+                if close and lingers():
+                    goes_on = True
+                    self._session.await_input(REST_SECONDS)
+                    self._send()
         except Refused as refused:
             raise BulkRefused(str(refused)) from None
         finally:
@@ -198,7 +210,8 @@ class BulkReader:
                 yield Block()
 
     def _feed(self, run: _Run) -> Iterator[Block]:
-        yield from self._assembler.feed(frame_rows(run.raw, run.sizes, first=run.first, clock=self.place.clock))
+        for block in self._assembler.feed(frame_rows(run.raw, run.sizes, first=run.first, clock=self.place.clock)):
+            yield replace(block, behind=True)
 
     # -- the copy ----------------------------------------------------------------------------
 
@@ -209,6 +222,7 @@ class BulkReader:
         return (
             "SELECT (confirmed_flush_lsn - '0/0')::int8, (restart_lsn - '0/0')::int8, "
             "(pg_current_wal_flush_lsn() - '0/0')::int8, "
+            f"(SELECT (restart_lsn - '0/0')::int8 FROM pg_replication_slots WHERE slot_name = {literal(self._slot)}), "
             "(extract(epoch FROM clock_timestamp() - timestamptz '2000-01-01 00:00:00+00') * 1000000)::int8 "
             f"FROM pg_replication_slots WHERE slot_name = {literal(self._copy)}"
         )
