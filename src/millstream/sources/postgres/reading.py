@@ -8,6 +8,10 @@ While bulk reading goes on there is no replication connection: a stream that nob
 hold up a shutdown of the server, and would not move the slot's restart position. Acknowledgements
 go through a `SlotMover` meanwhile.
 
+A stream first reads again what the slot holds back. After a catch-up that is everything that no target has yet,
+and to read it would take the server from what is being delivered. So bulk reading goes on beside the log's end until
+the slot has followed, but not for long: a target may be paused.
+
 Whatever keeps the source from being read in bulk is told, and it is streamed instead; bulk reading
 is tried again after a while.
 """
@@ -41,6 +45,11 @@ RETRY_SECONDS: Final = 60.0
 """How long bulk reading is left alone after it was refused; twice as long after each further refusal,"""
 RETRY_SECONDS_MOST: Final = 3600.0
 """at most so long."""
+
+LINGER_SECONDS: Final = 30.0
+"""How long bulk reading waits for the slot to follow before it gives way to a stream,"""
+LINGER_BYTES: Final = 16 << 20
+"""which reads so much again in a moment."""
 
 
 class Reading:
@@ -81,6 +90,7 @@ class Reading:
         self._refusals = 0
         self._retry_at = float("-inf")
         self._looked_at = float("-inf")
+        self._linger_until = float("-inf")
 
     def blocks(self) -> Iterator[Block]:
         """Blocks for ever, at least every 100 ms, in one mode after the other."""
@@ -141,6 +151,7 @@ class Reading:
         """Read in bulk until capture is close; after a refusal, not for a while."""
         self._close_stream()
         self._mode = "bulk"
+        self._linger_until = time.monotonic() + LINGER_SECONDS
         slot, start = self._options.slot, self._assembler.received
         self._say("source.bulk_started", f"slot {slot} is read in bulk: far behind the end of the log", position=start)
         self._mover = mover = SlotMover(self._open_session, slot, self._sent)
@@ -163,7 +174,7 @@ class Reading:
         except SourceError as error:
             raise BulkRefused(error.message) from None
         self._bulk = bulk = BulkReader(session, self._assembler, self._options.slot, self._plugin)
-        for block in chain(turns(bulk.open()), bulk.blocks(self._is_close)):
+        for block in chain(turns(bulk.open()), bulk.blocks(self._is_close, self._lingers)):
             yield block
             mover.turn(self._acked)
         if mover.refused is not None:
@@ -171,8 +182,19 @@ class Reading:
 
     def _is_close(self, behind: int) -> bool:
         """Whether bulk reading can end; it must when what is acknowledged would be held back by it."""
-        stuck = self._mover is not None and self._mover.refused is not None
-        return stuck or behind <= self._options.catch_up_behind // 4
+        close = self._is_stuck() or behind <= self._options.catch_up_behind // 4
+        if not close:
+            self._linger_until = time.monotonic() + LINGER_SECONDS
+        return close
+
+    def _lingers(self) -> bool:
+        """Whether a stream would read much again, and there is hope that it will be less."""
+        if self._bulk is None or self._is_stuck() or time.monotonic() >= self._linger_until:
+            return False
+        return self._bulk.place.position - self._bulk.place.held_from > LINGER_BYTES
+
+    def _is_stuck(self) -> bool:
+        return self._mover is not None and self._mover.refused is not None
 
     def _give_up(self, reason: str) -> None:
         pause = min(RETRY_SECONDS * 2**self._refusals, RETRY_SECONDS_MOST)
