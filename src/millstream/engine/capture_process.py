@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 from millstream.engine.capture_order import HALTED, STOPPED, TRANSIENT, CaptureOrder, Control
 from millstream.errors import JournalLocked, MillstreamError
+from millstream.memory import keep_freed
 from millstream.model import Json
 from millstream.observe import Event, Level
 
@@ -30,6 +31,8 @@ STATUS_SECONDS = 0.25
 KEPT_EVENTS = 1000
 """So many events wait for an engine that does not read; older ones are dropped, and counted."""
 LAST_WORDS_SECONDS = 2.0
+KEPT_BYTES = 32 << 20
+"""Memory that was freed and is kept for the next rows."""
 
 
 class Voice:
@@ -144,6 +147,7 @@ def main() -> int:
 
 def _capture(order: CaptureOrder, control: Control, voice: Voice) -> None:
     sys.meta_path.insert(0, NoPandas())
+    keep_freed(KEPT_BYTES)
     from millstream.engine.capture_loop import CaptureLoop
     from millstream.sources import open_source
 

@@ -27,6 +27,7 @@ from millstream.errors import JournalError, JournalMismatch, MillstreamError, Ta
 from millstream.failpoint import failpoint
 from millstream.model import Cursor, Json, Mode, SeqRange, StreamSpec, StreamState, TargetSpec
 from millstream.observe import Event, Level, Observer
+from millstream.spark.partition import cores_of
 from millstream.spark.query import CheckpointUnusable, SliceQuery
 from millstream.spark.slices import SliceOptions
 from millstream.spark.stage import reached
@@ -216,7 +217,7 @@ class DeliveryQuery:
                 Level.INFO if opened.reason == "first start" else Level.WARNING,
                 {"epoch": opened.epoch, "start_seq": opened.start_seq, "reason": opened.reason},
             )
-        parallel = self._spark.sparkContext.defaultParallelism if self._target.capabilities.parallel else 1
+        parallel = cores_of(self._spark) if self._target.capabilities.parallel else 1
         options = SliceOptions(opened.plan.locations, opened.start_seq, self._spec.limits, parallel, ready="")
         name = f"{self._stream.name}/{self._spec.name}"
         query = SliceQuery(self._spark, name, options, opened.checkpoint, self._on_batch, once=self._once)

@@ -29,6 +29,9 @@ PRELOAD = (
     "millstream.targets.files",
 )
 
+KEPT_BYTES = 256 << 20
+"""What a worker may keep of the memory of its last task; Spark ends workers that are idle for a minute."""
+
 
 def _forget_jars() -> None:
     """Take Spark's jar off the path: no Python is in it, and every task would read its table of contents anew."""
@@ -43,10 +46,13 @@ def main() -> None:
     import pyarrow
     from pyspark import daemon
 
+    from millstream.memory import keep_freed
+
     # A fork keeps only the thread that forked: a pool that pyarrow started here would be dead in
     # every worker. None is started as long as nothing is computed before the fork.
     for module in PRELOAD:
         importlib.import_module(module)
+    keep_freed(KEPT_BYTES)
     # One task is one core of Spark's; more threads inside it would fight the other tasks.
     pyarrow.set_cpu_count(1)
     # Workers collect garbage after each task: not through all that was imported here, and without

@@ -5,13 +5,29 @@ Pure: the same slices always give the same partitions, which Spark relies on whe
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from millstream.journal.format import Slice
 
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
 TASK_BYTES = 8 << 20
 """Up to here one task is faster than two: starting a task costs more than the work it takes over."""
+
+
+def cores_of(spark: SparkSession) -> int:
+    """How many tasks of a batch can work at the same time.
+
+    A local master has more task slots than there are processors, for tasks that wait. Those of one batch do not.
+    """
+    context = spark.sparkContext
+    if (context.master or "").startswith("local"):
+        return min(context.defaultParallelism, os.cpu_count() or 1)
+    return context.defaultParallelism
 
 
 def share_out(slices: Sequence[Slice], parallelism: int) -> list[list[Slice]]:
