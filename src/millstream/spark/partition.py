@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from millstream.journal.format import Slice
+from millstream.spark.probe import is_local
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -25,7 +26,7 @@ def cores_of(spark: SparkSession) -> int:
     A local master has more task slots than there are processors, for tasks that wait. Those of one batch do not.
     """
     context = spark.sparkContext
-    if (context.master or "").startswith("local"):
+    if is_local(spark):
         return min(context.defaultParallelism, os.cpu_count() or 1)
     return context.defaultParallelism
 
