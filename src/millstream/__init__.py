@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from millstream.engine.replicator import Replicator
     from millstream.engine.runner import run
     from millstream.engine.status import StreamStatus, TableStatus, TargetStatus, home_status
+    from millstream.engine.verify_report import TableVerdict, TargetVerdict, VerifyReport
     from millstream.errors import MillstreamError
     from millstream.fold import fold_with_spark
     from millstream.journal import JournalReader, open_slice, verify
@@ -64,8 +65,11 @@ __all__ = [
     "StreamState",
     "StreamStatus",
     "TableStatus",
+    "TableVerdict",
     "TargetSpec",
     "TargetStatus",
+    "TargetVerdict",
+    "VerifyReport",
     "changes",
     "fold_with_spark",
     "home_status",
@@ -83,6 +87,7 @@ _ROOMS = {
     "millstream.engine.replicator": ("Replicator",),
     "millstream.engine.runner": ("run",),
     "millstream.engine.status": ("StreamStatus", "TableStatus", "TargetStatus", "home_status"),
+    "millstream.engine.verify_report": ("TableVerdict", "TargetVerdict", "VerifyReport"),
     "millstream.errors": ("MillstreamError",),
     "millstream.fold": ("fold_with_spark",),
     "millstream.journal": ("JournalReader", "open_slice", "verify"),

@@ -24,6 +24,7 @@
     ├── SchemaChanged          a table's columns are no longer those that a DataFrame was made with
     ├── StateError             the state store cannot be read or written
     │   └── UnknownStream      the home has no stream, or the stream no target, of that name
+    ├── VerifyFailed           a target could not be compared with its source
     ├── NotReady               a stream did not come to run in time, or has failed
     ├── NotSupported           what was asked is known, but this version cannot do it
     ├── RequestFailed          the process that runs the home could not do what it was asked, or did not answer
@@ -179,6 +180,10 @@ class StateError(MillstreamError):
 
 class UnknownStream(StateError):
     """There is no stream, or no target of a stream, of the name that was given."""
+
+
+class VerifyFailed(MillstreamError):
+    """A target and its source could not be compared. It says nothing about whether they are equal."""
 
 
 class NotReady(MillstreamError):

@@ -280,3 +280,5 @@ class StreamSpec:
     checkpoint_interval_ms: int = 1000
     shape: Shape = field(default_factory=Shape)
     """What becomes of rows on the way to the targets: filters and transforms."""
+    verify_every_ms: int | None = None
+    """How often the targets are compared with the source; None: only when somebody asks."""

@@ -247,6 +247,15 @@ def test_faults_come_newest_first_and_are_bounded(store: StateStore, monkeypatch
     assert store.faults("shop") == []
 
 
+def test_the_last_comparison_of_each_target_is_remembered(store: StateStore) -> None:
+    store.save_verification("shop", "log", {"equal": False})
+    store.save_verification("shop", "log", {"equal": True})
+    store.save_verification("shop", "copy", {"equal": None, "error": "no answer"})
+    assert store.verifications("shop") == {"log": {"equal": True}, "copy": {"equal": None, "error": "no answer"}}
+    store.delete_stream("shop")
+    assert store.verifications("shop") == {}
+
+
 def test_a_request_is_answered_or_withdrawn_never_both(store: StateStore) -> None:
     first, second = store.submit("pause", {"name": "shop"}), store.submit("delete", {"name": "bank"})
     assert [(one.id, one.verb, one.arguments) for one in store.pending()] == [
@@ -426,7 +435,7 @@ def test_a_store_of_another_version_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "state.db") as db:
         db.execute("pragma user_version = 99")
     db.close()
-    with pytest.raises(StateError, match="has version 99, this program knows version 3"):
+    with pytest.raises(StateError, match="has version 99, this program knows version 4"):
         SqliteStateStore(tmp_path / "state.db")
 
 
@@ -436,7 +445,18 @@ def test_a_store_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> N
     store.save_cursor(cursor(4))
     store.close()
     with sqlite3.connect(path) as db:
-        for table in ("totals", "pauses", "captured", "deletions", "faults", "requests", "letters", "reloads"):
+        tables = (
+            "totals",
+            "pauses",
+            "captured",
+            "deletions",
+            "faults",
+            "requests",
+            "letters",
+            "reloads",
+            "verifications",
+        )
+        for table in tables:
             db.execute(f"drop table {table}")
         db.execute("pragma user_version = 1")
     db.close()

@@ -21,6 +21,7 @@ from millstream.cli.output import report_error
 from millstream.cli.run import run
 from millstream.cli.status import status
 from millstream.cli.streams import apply, delete, list_streams, pause, resume
+from millstream.cli.verify import verify
 from millstream.errors import ConfigError, MillstreamError
 
 
@@ -71,6 +72,7 @@ app.command()(pause)
 app.command()(resume)
 app.command()(delete)
 app.add_typer(dlq, name="dlq")
+app.command()(verify)
 app.add_typer(journal, name="journal")
 app.command()(doctor)
 app.command()(bench)

@@ -86,7 +86,26 @@ def _print_stream(stream: StreamStatus) -> None:
             _number(target.epoch),
         )
     out.print(table)
+    _print_comparisons(stream)
     _print_troubles(stream)
+
+
+def _print_comparisons(stream: StreamStatus) -> None:
+    """What is being compared with the source, and what came of it last."""
+    for target in stream.targets:
+        if target.verifying:
+            console().print(f"  target {target.name} is compared with the source: {target.verifying}")
+        last = target.verified
+        if last is None:
+            continue
+        at = last["compared_at"][:19].replace("T", " ")
+        if last["equal"] is None:
+            console().print(f"  target {target.name}: not compared at {at} UTC: {last['error']}", style="yellow")
+        elif last["equal"]:
+            console().print(f"  target {target.name}: equal to the source at {at} UTC, {last['position']}")
+        else:
+            text = f"differs from the source since {at} UTC; see it with: millstream verify {stream.name}"
+            console().print(f"  target {target.name}: {text}", style="red")
 
 
 def _print_troubles(stream: StreamStatus) -> None:

@@ -85,6 +85,7 @@ def from_definition(value: Mapping[str, Any]) -> StreamSpec:
         commit=value["commit"],
         checkpoint_interval_ms=value["checkpoint_interval_ms"],
         shape=Shape.from_json(value["shape"]) if "shape" in value else Shape(),
+        verify_every_ms=value.get("verify_every_ms"),
     )
 
 

@@ -18,6 +18,8 @@ from millstream.config.shaping import Keys, ShapeKeys
 from millstream.config.units import parse_duration_ms, parse_size
 from millstream.model import AckPolicy, Mode, OnLimit, OnOverflow, OnReject
 
+LEAST_VERIFY_MS = 1_000
+
 
 def _one_of(now: Iterable[str], later: Iterable[str] = ()) -> Callable[[object], object]:
     """Takes the values there are; says of the others that they will come, or which one was meant."""
@@ -77,6 +79,21 @@ def _retention(value: object) -> object:
     if value == {}:
         raise Refusal("no limit is given", "write {age: 7d}, {bytes: 50GiB} or both; without limits leave it out")
     return value
+
+
+def _every(value: object) -> int | None:
+    if value is None:
+        return None
+    words = value.split() if isinstance(value, str) else []
+    if len(words) != 2 or words[0] != "every":
+        raise Refusal("says how often targets are compared with the source", "write: every 1h")
+    try:
+        every = parse_duration_ms(words[1])
+    except ValueError as wrong:
+        raise Refusal(str(wrong)) from None
+    if every < LEAST_VERIFY_MS:
+        raise Refusal("is too often: a comparison reads all rows of both sides", "write every 1h, or what you need")
+    return every
 
 
 Name = Annotated[str, BeforeValidator(_name)]
@@ -149,3 +166,4 @@ class StreamKeys(ShapeKeys):
         str, BeforeValidator(_one_of(["source_wins"], ["last_writer_wins", "dest_wins", "manual_review"]))
     ] = "source_wins"
     checkpoint_interval: Duration = 1_000
+    verify: Annotated[int | None, BeforeValidator(_every)] = None

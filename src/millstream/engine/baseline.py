@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from uuid import uuid4
+from collections.abc import Callable
+from contextlib import closing
 
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
@@ -20,6 +19,7 @@ from pyspark.sql import SparkSession
 from millstream.engine.batch import BatchResult, collected
 from millstream.engine.letters import LetterBox
 from millstream.engine.opening import Beginning, Opening
+from millstream.engine.watching import watched
 from millstream.failpoint import failpoint
 from millstream.model import Json, SeqRange, SourceSpec
 from millstream.observe import Level
@@ -28,8 +28,6 @@ from millstream.sources.base import SnapshotPlan
 from millstream.spark.baseline import BaselinePlan, baseline_function
 from millstream.spark.stage import RECEIPT_DDL
 from millstream.targets.base import Target
-
-PROGRESS_SECONDS = 1.0
 
 Tell = Callable[[str, str, Level, Json], None]
 """kind, message, level, fields"""
@@ -107,7 +105,12 @@ class Baseline:
             begun.stager,
             self._opening.shaping,
         )
-        with self._watched(found, started):
+        began = time.monotonic() - started
+
+        def say(done: int, seconds: float) -> None:
+            self._say(done, found, began + seconds)
+
+        with watched(self._spark, "baseline", self._stopping, say):
             return self._letters.deliver(plan, self._try)
 
     def _try(self, plan: BaselinePlan) -> BatchResult:
@@ -122,28 +125,6 @@ class Baseline:
                 raise BaselineStopped from None
             raise
         return collected(rows)
-
-    @contextmanager
-    def _watched(self, found: SnapshotPlan, started: float) -> Iterator[None]:
-        """Tell how far the job is while it runs, and cancel it when the delivery shall end."""
-        context, group, over = self._spark.sparkContext, f"baseline-{uuid4().hex}", threading.Event()
-        context.setJobGroup(group, "baseline", interruptOnCancel=True)
-
-        def watch() -> None:
-            while not over.wait(PROGRESS_SECONDS):
-                if self._stopping.is_set():
-                    context.cancelJobGroup(group)
-                else:
-                    self._say(_tasks_done(self._spark, group), found, time.monotonic() - started)
-
-        watcher = threading.Thread(target=watch, name=group, daemon=True)
-        watcher.start()
-        try:
-            yield
-        finally:
-            over.set()
-            watcher.join()
-            context.setLocalProperty("spark.jobGroup.id", None)  # type: ignore[arg-type]
 
     def _say(self, done: int, found: SnapshotPlan, seconds: float) -> None:
         count = len(found.chunks)
@@ -166,15 +147,3 @@ def _reached(begun: Beginning, found: SnapshotPlan) -> int:
     So the changes in between are left out even if nobody else remembers the baseline.
     """
     return max(begun.position, found.position)
-
-
-def _tasks_done(spark: SparkSession, group: str) -> int:
-    """How many tasks of the job have ended, by Spark's own word."""
-    tracker = spark.sparkContext.statusTracker()
-    done = 0
-    for job in tracker.getJobIdsForGroup(group):
-        found = tracker.getJobInfo(job)
-        for stage in found.stageIds if found else ():
-            info = tracker.getStageInfo(stage)
-            done += info.numCompletedTasks if info else 0
-    return done

@@ -79,7 +79,7 @@ def run_batch(frame: DataFrame, plan: StagePlan, span: SeqRange) -> BatchResult:
 
 def collected(rows: Sequence[Row]) -> BatchResult:
     """Receipts from the rows of a job. Raises the error that a task named, the one that cannot be retried first."""
-    errors = [_error(json.loads(row["error"])) for row in rows if row["error"] is not None]
+    errors = [named_error(json.loads(row["error"])) for row in rows if row["error"] is not None]
     if errors:
         raise min(errors, key=lambda error: error.transient)
     receipts = tuple(
@@ -98,7 +98,8 @@ def collected(rows: Sequence[Row]) -> BatchResult:
     return BatchResult(receipts, sum(row["skipped"] for row in rows))
 
 
-def _error(named: Json) -> MillstreamError:
+def named_error(named: Json) -> MillstreamError:
+    """An error as a task has named it."""
     if named["kind"] == "RowsRejected":
         return RowsRejected([Reject.from_json(one) for one in named["rejects"]])
     kind = getattr(millstream.errors, named["kind"], None)

@@ -66,15 +66,18 @@ class DeliveryQuery:
         observer: Observer,
         *,
         once: bool = False,
+        until: int | None = None,
         on_cursor: CursorCallback | None = None,
         tables: OwnTables | None = None,
     ) -> None:
+        """`until`: with `once`, the seq to end at, where a transaction ends; else the end is what is visible then."""
         self._spark = spark
         self._stream = stream
         self._spec = target_spec
         self._target = target
         self._observer = observer
         self._once = once
+        self._until = until
         self._on_cursor = on_cursor
         self._store = store
         self._letters = LetterBox(store, stream, target_spec, target, self._emit)
@@ -218,7 +221,9 @@ class DeliveryQuery:
                 {"epoch": opened.epoch, "start_seq": opened.start_seq, "reason": opened.reason},
             )
         parallel = cores_of(self._spark) if self._target.capabilities.parallel else 1
-        options = SliceOptions(opened.plan.locations, opened.start_seq, self._spec.limits, parallel, ready="")
+        options = SliceOptions(
+            opened.plan.locations, opened.start_seq, self._spec.limits, parallel, ready="", until=self._until
+        )
         name = f"{self._stream.name}/{self._spec.name}"
         query = SliceQuery(self._spark, name, options, opened.checkpoint, self._on_batch, once=self._once)
         self._query = query

@@ -18,8 +18,9 @@ from millstream.engine.faults import FaultLog
 from millstream.engine.home import Home
 from millstream.engine.operations import Operations
 from millstream.engine.redelivery import Outcome
-from millstream.engine.requests import RequestDesk, as_arguments, ask
+from millstream.engine.requests import RequestDesk, as_arguments, ask, unpacked, verify_order
 from millstream.engine.status import StreamStatus, home_status
+from millstream.engine.verify_report import VerifyReport
 from millstream.errors import MillstreamError, NotReady, RequestFailed, UnknownStream
 from millstream.model import Checkpoint, Json, StreamSpec, StreamState
 from millstream.observe import Event, Level, Observer, Observers
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     # These bring Spark with them, which an engine that is not started does not need.
     from millstream.engine.running import RunningStreams
     from millstream.engine.spark_use import SparkUse
+    from millstream.engine.verifier import Verifier
 
 READY = (StreamState.CATCHING_UP, StreamState.RUNNING)
 LOOK_SECONDS = 0.05
@@ -67,6 +69,7 @@ class Engine:
         self._held: ExitStack | None = None
         self._thread: threading.Thread | None = None
         self._operations: Operations | None = None
+        self._verifier: Verifier | None = None
         self.failure: Exception | None = None
         """Why the engine stopped by itself, if it did."""
 
@@ -85,6 +88,7 @@ class Engine:
         """Run the streams of the home from now on. Raises HomeLocked, which names the process that does already."""
         from millstream.engine.running import RunningStreams
         from millstream.engine.spark_use import SparkUse
+        from millstream.engine.verifier import Verifier
 
         if self.is_running:
             return
@@ -97,12 +101,13 @@ class Engine:
             spark = SparkUse(self._home, self._master, self._conf, self._observers)
             running = RunningStreams(self._home, store, spark.session, faults, stopping=self._stopping)
             operations = Operations(self._home, store, faults, running)
+            verifier = Verifier(store, running, faults)
         except BaseException:
             self._held.close()
             raise
         self._stopping.clear()
-        self._operations = operations
-        arguments = (store, running, operations, spark)
+        self._operations, self._verifier = operations, verifier
+        arguments = (store, running, operations, spark, verifier)
         self._thread = threading.Thread(target=self._control, args=arguments, name="engine", daemon=True)
         self._thread.start()
 
@@ -192,6 +197,44 @@ class Engine:
 
     # Beyond it
 
+    def verify(
+        self, name: str, target: str | None = None, *, tables: Sequence[str] = (), repair: bool = False
+    ) -> VerifyReport:
+        """Compare what the stream's targets, or one of them, hold with the source, at an exact position of both.
+
+        A target that is compared gets nothing meanwhile, the others flow on. `tables` are names as `schema.table`;
+        none means all. `repair` writes the rows that differ once more. Raises NotReady for a paused target,
+        NotSupported for one whose rows cannot be told, VerifyFailed when there is no answer.
+        """
+        from millstream.engine.verifying import verify
+
+        arguments = {"name": name, "target": target, "tables": list(tables), "repair": repair}
+        if not self.is_running:
+            return verify(
+                self._home,
+                name,
+                target=target,
+                tables=tuple(tables),
+                repair=repair,
+                observers=self._observers,
+                master=self._master,
+                conf=self._conf,
+            )
+        answers: queue.Queue[Json] = queue.Queue()
+        verifier = self._verifier
+
+        def begin(operations: Operations) -> None:
+            if verifier is not None:
+                verifier.submit(verify_order(operations, arguments, answers.put))
+
+        self._do(begin)
+        while True:
+            try:
+                return VerifyReport.from_json(unpacked(answers.get(timeout=1.0)))
+            except queue.Empty:
+                if not self.is_running:
+                    raise RequestFailed("the engine has stopped") from None
+
     def await_ready(self, name: str, timeout: float = 60.0) -> StreamStatus:
         """Wait until what is committed from now on will be delivered to every target that is not paused.
 
@@ -263,9 +306,11 @@ class Engine:
 
     # The control thread
 
-    def _control(self, store: StateStore, running: RunningStreams, operations: Operations, spark: SparkUse) -> None:
+    def _control(
+        self, store: StateStore, running: RunningStreams, operations: Operations, spark: SparkUse, verifier: Verifier
+    ) -> None:
         held = self._held
-        desk = RequestDesk(store, operations)
+        desk = RequestDesk(store, operations, verifier)
         try:
             operations.finish_deletions()
             running.put(operations.streams())
@@ -280,6 +325,7 @@ class Engine:
             what = failed.message if isinstance(failed, MillstreamError) else type(failed).__name__
             self._observers.on_event(Event("engine.failed", f"the engine stops: {what}", Level.ERROR))
         finally:
+            running.attempt(verifier.interrupt)
             running.stop()
             running.attempt(spark.stop)
             if held is not None:

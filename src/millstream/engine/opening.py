@@ -139,6 +139,10 @@ class Opening:
         position = self.cut(seq).resume_position if seq >= header.first_seq else header.start_position
         return Beginning(header, epoch, seq, position, self._target.stager())
 
+    def reopen(self, epoch: int) -> None:
+        """Open the target between two deliveries: with `ASKING` to look at it, with its epoch to write to it."""
+        self._open_target(self._journal.header(), epoch)
+
     def record_baseline(self, begun: Beginning, snapshot_position: int) -> None:
         """Write down where changes go on after the baseline, before the target can have it: no change comes twice."""
         self._open_epoch(begun.header, Decision(begun.epoch, begun.seq, snapshot_position, BASELINE))

@@ -21,7 +21,7 @@ from millstream.engine.home import Home
 from millstream.engine.redelivery import Outcome, Redelivery
 from millstream.engine.replay import Replay
 from millstream.engine.status import unknown_stream
-from millstream.errors import ConfigError, MillstreamError, NotSupported, UnknownStream
+from millstream.errors import ConfigError, MillstreamError, NotReady, NotSupported, UnknownStream
 from millstream.failpoint import failpoint
 from millstream.model import Checkpoint, Json, Mode, StreamSpec
 from millstream.observe import Event, Level, Observer
@@ -144,6 +144,22 @@ class Operations:
         if missing:
             raise UnknownStream(f"there is no dead letter {', '.join(missing)}", hint="see `millstream dlq list`")
         return {id: known[id] for id in ids}
+
+    def stream(self, name: str) -> StreamSpec:
+        """The stream as it is run here, or as the home has it."""
+        return self._spec(name)
+
+    def comparable(self, name: str, target: str | None = None) -> tuple[str, ...]:
+        """The targets of a stream to compare with its source. Raises NotReady for one that is paused."""
+        targets = tuple(self._targets(name, target))
+        paused = self._store.paused(name)
+        for one in targets:
+            if not paused.isdisjoint({"", one}):
+                raise NotReady(
+                    f"target {one} of stream {name} is paused, and a comparison would bring it up to date",
+                    hint=f"resume it (millstream resume {name}), or compare another one with --target",
+                )
+        return targets
 
     def delete(self, name: str, *, keep_slot: bool = False, keep_target: bool = False) -> Json:
         """Remove a stream and everything that is kept for it. What was delivered stays where it is.

@@ -37,18 +37,26 @@ class Reporter:
         queries: Mapping[str, DeliveryQuery],
         unfit: Mapping[str, MillstreamError],
         everyone: StreamState | None = None,
+        held: Mapping[str, str] | None = None,
     ) -> None:
-        """A stream and each of its targets. `everyone`: the state of all that has not failed and is not paused."""
+        """A stream and each of its targets. `everyone`: the state of all that has not failed and is not paused.
+
+        `held` are targets that are being compared with their source, and how far that is.
+        """
+        held = held or {}
         paused = self._store.paused(stream.name)
         for target in stream.targets:
             stopped = not paused.isdisjoint({"", target.name})
             said = self._target(stream, target.name, queries.get(target.name), everyone, stopped)
+            if target.name in held and everyone is None:
+                report = TargetReport(verifying=held[target.name] or "begins")
+                said = Runtime(stream.name, target.name, StreamState.CATCHING_UP, report.to_json())
             if target.name in unfit:
                 failed = unfit[target.name]
                 report = TargetReport(error=failed.message, hint=failed.hint)
                 said = Runtime(stream.name, target.name, StreamState.FAILED, report.to_json())
             self._store.set_runtime(said)
-        state = StreamState.FAILED if unfit else self._stream_state(stream, capture, queries, paused)
+        state = StreamState.FAILED if unfit else self._stream_state(stream, capture, queries, paused, held)
         if everyone is not None and state not in (StreamState.FAILED, StreamState.PAUSED):
             state = everyone
         self._store.set_runtime(Runtime(stream.name, "", state, capture.to_json()))
@@ -72,7 +80,12 @@ class Reporter:
         return Runtime(stream.name, name, state, report.to_json())
 
     def _stream_state(
-        self, stream: StreamSpec, capture: CaptureReport, queries: Mapping[str, DeliveryQuery], paused: set[str]
+        self,
+        stream: StreamSpec,
+        capture: CaptureReport,
+        queries: Mapping[str, DeliveryQuery],
+        paused: set[str],
+        held: Mapping[str, str],
     ) -> StreamState:
         if capture.state == "halted":
             return StreamState.FAILED
@@ -80,6 +93,7 @@ class Reporter:
         if not flowing:
             return StreamState.PAUSED
         states = [queries[name].state for name in flowing if name in queries]
+        states += [StreamState.CATCHING_UP for name in flowing if name in held]
         if StreamState.FAILED in states:
             return StreamState.FAILED
         if not states:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import millstream.errors
 from millstream.config.definition import definition, from_definition, has_secret
@@ -23,6 +24,10 @@ from millstream.failpoint import failpoint
 from millstream.model import Checkpoint, Json, StreamSpec
 from millstream.observe import Observer
 from millstream.state.base import Request, StateStore
+
+if TYPE_CHECKING:
+    # It brings Spark with it, and most commands need none.
+    from millstream.engine.verifier import Order, Verifier
 
 LOOK_SECONDS = 0.4
 """How often the owner looks for requests,"""
@@ -56,28 +61,55 @@ def perform(operations: Operations, verb: str, arguments: Mapping[str, Any]) -> 
     return {}
 
 
+def verify_order(operations: Operations, arguments: Mapping[str, Any], done: Callable[[Json], None]) -> Order:
+    """What a request to verify asks for. Raises what is wrong with it."""
+    from millstream.engine.verifier import Order
+    from millstream.engine.verify import Asked
+
+    name = arguments["name"]
+    targets = operations.comparable(name, arguments["target"])
+    return Order(name, targets, Asked(tuple(arguments["tables"]), bool(arguments["repair"])), done)
+
+
 class RequestDesk:
     """The owner's side. The control's thread."""
 
-    def __init__(self, store: StateStore, operations: Operations) -> None:
+    def __init__(self, store: StateStore, operations: Operations, verifier: Verifier) -> None:
         self._store = store
         self._operations = operations
+        self._verifier = verifier
+        self._taken: set[int] = set()
+        """Requests whose answer takes its time, and comes when it is there."""
         self._looked_at = float("-inf")
 
     def serve(self) -> None:
         """Take up what was asked, if it is time to look."""
+        self._verifier.serve()
         if time.monotonic() - self._looked_at < LOOK_SECONDS:
             return
-        for request in self._store.pending():
+        pending = self._store.pending()
+        self._taken &= {request.id for request in pending}
+        for request in pending:
+            if request.id in self._taken:
+                continue
             try:
                 refuse_stale(request)
-                result = perform(self._operations, request.verb, request.arguments)
-                answer: Json = {"result": result}
+                answer = self._take(request)
             except MillstreamError as failed:
                 answer = {"error": {"kind": type(failed).__name__, "message": failed.message, "hint": failed.hint}}
-            failpoint("engine.request_done")
-            self._store.answer(request.id, answer)
+            if answer is not None:
+                failpoint("engine.request_done")
+                self._store.answer(request.id, answer)
         self._looked_at = time.monotonic()
+
+    def _take(self, request: Request) -> Json | None:
+        """The answer; None if it will come by itself."""
+        if request.verb != "verify":
+            return {"result": perform(self._operations, request.verb, request.arguments)}
+        order = verify_order(self._operations, request.arguments, partial(self._store.answer, request.id))
+        self._verifier.submit(order)
+        self._taken.add(request.id)
+        return None
 
 
 def _start(value: Mapping[str, Any] | str) -> Checkpoint | datetime:
@@ -98,9 +130,9 @@ def ask(home: Home, verb: str, arguments: Json, observer: Observer, patience: fl
             with home.lock(brief=True):
                 return _act(home, verb, arguments, observer)
         except HomeLocked as locked:
-            answer = _request(home, verb, arguments, deadline, locked)
+            answer = request(home, verb, arguments, deadline, locked)
         if answer is not None:
-            return _unpacked(answer)
+            return unpacked(answer)
 
 
 def _act(home: Home, verb: str, arguments: Json, observer: Observer) -> Json:
@@ -114,7 +146,14 @@ def _act(home: Home, verb: str, arguments: Json, observer: Observer) -> Json:
         store.close()
 
 
-def _request(home: Home, verb: str, arguments: Json, deadline: float, owner: HomeLocked) -> Mapping[str, Any] | None:
+def request(
+    home: Home,
+    verb: str,
+    arguments: Json,
+    deadline: float,
+    owner: HomeLocked,
+    on_wait: Callable[[StateStore], None] = lambda store: None,
+) -> Mapping[str, Any] | None:
     """Leave the request and wait for its answer. None if the owner is gone and somebody has to do it."""
     store = home.open_state()
     pause = threading.Event()
@@ -130,6 +169,7 @@ def _request(home: Home, verb: str, arguments: Json, deadline: float, owner: Hom
                 raise RequestFailed(
                     f"no answer came: {owner.message}", hint="it may be busy; look at `millstream status`"
                 )
+            on_wait(store)
             pause.wait(ASK_SECONDS)
     except KeyboardInterrupt:
         store.withdraw(id)
@@ -138,7 +178,8 @@ def _request(home: Home, verb: str, arguments: Json, deadline: float, owner: Hom
         store.close()
 
 
-def _unpacked(answer: Mapping[str, Any]) -> Json:
+def unpacked(answer: Mapping[str, Any]) -> Json:
+    """The result of an answer. Raises the error that it is instead."""
     error = answer.get("error")
     if error is None:
         return dict(answer["result"])

@@ -21,6 +21,7 @@ from millstream.engine.requests import RequestDesk
 from millstream.engine.running import TICK, RunningStreams
 from millstream.engine.spark_use import SparkUse
 from millstream.engine.status import CaptureReport
+from millstream.engine.verifier import Verifier
 from millstream.errors import MillstreamError
 from millstream.model import StreamSpec, StreamState
 from millstream.observe import Observers
@@ -78,7 +79,8 @@ class Runner:
         faults = FaultLog(store, observers)
         self._running = RunningStreams(home, store, self._spark.session, faults, stopping=self._stop, once=once)
         self._operations = Operations(home, store, faults, self._running)
-        self._desk = RequestDesk(store, self._operations)
+        self._verifier = Verifier(store, self._running, faults)
+        self._desk = RequestDesk(store, self._operations, self._verifier)
 
     def run(self) -> int:
         with self._signals():
@@ -95,6 +97,7 @@ class Runner:
                 self._report_failure(failed)
                 raise
             finally:
+                self._verifier.interrupt()
                 self._running.stop()
                 self._running.attempt(self._spark.stop)
         return 1 if self._running.failed() else 0

@@ -18,7 +18,8 @@ from millstream.engine.delivery import DeliveryQuery
 from millstream.engine.fit import open_target
 from millstream.engine.home import Home
 from millstream.engine.reporting import Reporter
-from millstream.errors import JournalError, MillstreamError
+from millstream.engine.verify import Place
+from millstream.errors import JournalError, MillstreamError, UnknownStream
 from millstream.failpoint import failpoint
 from millstream.journal import JournalReader
 from millstream.model import Cursor, StreamSpec, StreamState, TargetSpec
@@ -42,6 +43,16 @@ class Delivery:
 
     query: DeliveryQuery
     tables: OwnTables | None
+
+
+@dataclass(frozen=True)
+class Held:
+    """A target to which nothing is delivered, and what somebody who compares it needs."""
+
+    spark: SparkSession
+    stream: StreamSpec
+    target: TargetSpec
+    place: Place
 
 
 @dataclass
@@ -72,14 +83,19 @@ class RunningStreams:
         *,
         stopping: threading.Event,
         once: bool = False,
+        deliver: bool = True,
     ) -> None:
-        """`stopping` is set from elsewhere when the process shall end: nothing more is started then."""
+        """`deliver`: whether targets get changes, and sources are not only captured.
+
+        `stopping` is set from elsewhere when the process shall end: nothing more is started then.
+        """
         self._stopping = stopping
         self._home = home
         self._store = store
         self._spark = spark
         self._observer = observer
         self._once = once
+        self._deliver = deliver
         self._members: dict[str, Member] = {}
         self._captures: dict[str, Capture] = {}
         self._fit: set[str] = set()
@@ -91,6 +107,10 @@ class RunningStreams:
         self._ticker = threading.Thread(target=self._tick_on, name="ticker", daemon=True)
         self._failure: Exception | None = None
         """What the ticker died of, if it did."""
+        self._held: dict[tuple[str, str], str] = {}
+        """Targets that are being compared with their source, and how far that is: nothing is delivered to them."""
+        self.on_leaving: Callable[[str], None] = lambda stream: None
+        """Called before a stream, or the delivery to a target of it, is changed or ended."""
 
     # What runs
 
@@ -118,6 +138,7 @@ class RunningStreams:
         for stream in streams:
             member = self._members.get(stream.name)
             if member is not None and member.spec != stream:
+                self.on_leaving(stream.name)
                 # A target that stays as it is goes on without a break, unless it gets other rows from now on.
                 reshaped = member.spec.shape != stream.shape
                 changed = {one.name for one in member.spec.targets if reshaped or one not in stream.targets}
@@ -129,6 +150,7 @@ class RunningStreams:
 
     def remove(self, name: str) -> None:
         """Run this stream no more. Returns when its batches have ended; its capture too, if nobody else needs it."""
+        self.on_leaving(name)
         with self._reporting:
             # From here on nothing is written down of it any more: its state may be removed.
             member = self._members.pop(name, None)
@@ -138,9 +160,36 @@ class RunningStreams:
 
     def stop_targets(self, name: str, targets: Iterable[str]) -> None:
         """End the delivery to these targets. Returns when their batches have ended."""
+        self.on_leaving(name)
         member = self._members.get(name)
         if member is not None:
             self._stop(member.deliveries, targets)
+
+    def hold(self, name: str, target: str) -> Held:
+        """End the delivery to a target, and do not start it again before `let_go`. Returns when its batch has ended."""
+        member = self._members.get(name)
+        spec = next((one for one in member.spec.targets if one.name == target), None) if member else None
+        if member is None or spec is None:
+            raise UnknownStream(f"stream {name} with a target {target} does not run here")
+        capture = self._captures[member.spec.source.name]
+        self._held[name, target] = ""
+        self._stop(member.deliveries, [target])
+        self.report()
+        place = Place(capture.locations, self._home.checkpoint_path(name, target), self._own_tables(member.spec))
+        return Held(self._spark(), member.spec, spec, place)
+
+    def say(self, name: str, target: str, text: str) -> None:
+        """How far the comparison of a held target is. From any thread."""
+        if (name, target) in self._held:
+            self._held[name, target] = text
+
+    def comparing(self, name: str) -> str:
+        """The same to be read: of which target of the stream, and how far. From any thread."""
+        return next((f"{target}: {text}" for (stream, target), text in list(self._held.items()) if stream == name), "")
+
+    def let_go(self, name: str, target: str) -> None:
+        """Deliver on to a target that was held. From any thread."""
+        self._held.pop((name, target), None)
 
     def start_anew(self, name: str) -> None:
         """Give what has failed of this stream, or of its capture, another try."""
@@ -258,7 +307,9 @@ class RunningStreams:
             (member, target)
             for member in self._of(capture)
             for target in member.spec.targets
-            if target.name not in (member.deliveries | member.unfit)
+            if self._deliver
+            and target.name not in (member.deliveries | member.unfit)
+            and (member.name, target.name) not in self._held
             and not is_paused(self._store, member.name, target.name)
         ]
 
@@ -377,7 +428,8 @@ class RunningStreams:
         report = capture.report()
         for member in self._of(capture):
             queries = {name: one.query for name, one in list(member.deliveries.items())}
-            self._reporter.write(member.spec, report, queries, member.unfit, everyone)
+            held = {target: text for (stream, target), text in list(self._held.items()) if stream == member.name}
+            self._reporter.write(member.spec, report, queries, member.unfit, everyone, held)
 
     # The end
 

@@ -57,6 +57,8 @@ class TargetReport:
     """Why the batch at hand could not be delivered yet; it is being tried again."""
     error: str | None = None
     hint: str | None = None
+    verifying: str | None = None
+    """How far the comparison with the source is, while there is one: nothing is delivered meanwhile."""
 
     def to_json(self) -> Json:
         return asdict(self)
@@ -135,6 +137,10 @@ class TargetStatus:
     dead_letters: int
     """Changes that it could not take and that no later change has made obsolete."""
     tables: tuple[TableStatus, ...]
+    verifying: str | None = None
+    """How far a comparison with the source is, while there is one."""
+    verified: Mapping[str, Any] | None = None
+    """What came of the last one: `TargetVerdict.to_json()`, or `error` if there was no answer."""
 
 
 @dataclass(frozen=True)
@@ -374,6 +380,8 @@ def _target(
         last_error=known.last_error(name),
         dead_letters=known.dead_letters(name),
         tables=tables,
+        verifying=None if runtime is None or _is_stale(runtime, owner) else report.verifying,
+        verified=known.verified.get(name),
     )
 
 
@@ -400,6 +408,7 @@ class _Known:
         self._since = now - timedelta(hours=1)
         self._letters = Counter(one.target for one in store.letters(stream) if one.state is LetterState.WAITING)
         self.paused = store.paused(stream)
+        self.verified = store.verifications(stream)
 
     def dead_letters(self, target: str) -> int:
         return self._letters[target]

@@ -41,7 +41,8 @@ class BaselinePlan:
     end_position: int
     """The position up to which the target has all changes with it."""
     relation_ids: dict[Relation, int] = field(hash=False)
-    stager: Stager | Lane
+    stager: Stager | Lane | None
+    """None: the rows are only read."""
     shaping: Shaping | None = None
     """The stream's filters and transforms; None: every row goes on as it is."""
     outstanding: Outstanding | None = None
@@ -68,8 +69,9 @@ def _read(plan: BaselinePlan, numbers: Sequence[int], attempt: int) -> Iterator[
     if isinstance(plan.stager, Lane):
         yield from _deliver(plan, plan.stager, numbers)
         return
+    assert plan.stager is not None  # noqa: S101 - who only reads does not come here
     for number in numbers:
-        reading = _Reading(plan, [number])
+        reading = ChunkRows(plan, [number])
         where = Attempt(number, attempt, baseline=True)
         receipts = plan.stager.stage(reading.changes.relation, reading.relation_id, iter(reading.changes), where)
         if reading.rows != reading.changes.left_out + sum(receipt.rows for receipt in receipts):
@@ -83,7 +85,7 @@ def _deliver(plan: BaselinePlan, lane: Lane, numbers: Sequence[int]) -> Iterator
     tables: dict[Relation, list[int]] = {}
     for number in numbers:
         tables.setdefault(plan.snapshot.chunks[number].relation, []).append(number)
-    readings = [_Reading(plan, group) for group in tables.values()]
+    readings = [ChunkRows(plan, group) for group in tables.values()]
     guard = Guard(plan.outstanding or Outstanding())
     parts = []
     for one in readings:
@@ -100,7 +102,7 @@ def _deliver(plan: BaselinePlan, lane: Lane, numbers: Sequence[int]) -> Iterator
         yield receipt_rows(reading.receipts(), reading.relation_id, reading.changes.left_out)
 
 
-class _Reading:
+class ChunkRows:
     """Chunks of one relation as its changelog, with a count of what was read. To be iterated once."""
 
     def __init__(self, plan: BaselinePlan, numbers: Sequence[int]) -> None:

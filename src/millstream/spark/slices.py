@@ -73,6 +73,8 @@ class SliceOptions:
     parallelism: int
     ready: str
     """A file that is made once the planning process answers: before that no other query may start."""
+    until: int | None = None
+    """Where a query with an end ends, if that is before the journal does."""
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -151,6 +153,8 @@ class SliceReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Deliver what is visible now and no more, without waiting for a batch to fill."""
         head = self._journal.head()
         self._until = head.seq if head else self._options.start_seq
+        if self._options.until is not None:
+            self._until = min(self._until, self._options.until)
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, int]:
         """The end of the next batch, or `start` when none is due within `LONGEST_POLL` seconds."""

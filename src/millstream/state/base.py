@@ -233,6 +233,12 @@ class StateStore(Protocol):
     def needs_reload(self, stream: str) -> dict[str, str]:
         """The targets of a stream that must begin anew, with the reason."""
 
+    def save_verification(self, stream: str, target: str, result: Json) -> None:
+        """Remember what came of the last comparison of a target with its source, in place of the one before."""
+
+    def verifications(self, stream: str) -> dict[str, Json]:
+        """The same by target."""
+
     def submit(self, verb: str, arguments: Json) -> int:
         """Ask the process that runs the home for something. Returns the request's id."""
 

@@ -80,6 +80,7 @@ class MemoryStateStore:
         self._captured: dict[str, set[str]] = {}
         self._deletions: dict[str, Json] = {}
         self._faults: dict[str, list[Fault]] = {}
+        self._verifications: dict[str, dict[str, Json]] = {}
         self._requests: dict[int, Request] = {}
         self._ids = itertools.count(1)
 
@@ -107,6 +108,7 @@ class MemoryStateStore:
             self._reloads = {key: reason for key, reason in self._reloads.items() if key[0] != name}
             self._deletions.pop(name, None)
             self._faults.pop(name, None)
+            self._verifications.pop(name, None)
             if source is not None:
                 self._acks.pop(source, None)
                 self._captured.pop(source, None)
@@ -264,6 +266,14 @@ class MemoryStateStore:
         letter = self._letters[id]
         by = seq if letter.superseded_by is None else letter.superseded_by
         self._letters[id] = replace(letter, state=LetterState.SUPERSEDED, superseded_by=by)
+
+    def save_verification(self, stream: str, target: str, result: Json) -> None:
+        with self._lock:
+            self._verifications.setdefault(stream, {})[target] = copy.deepcopy(result)
+
+    def verifications(self, stream: str) -> dict[str, Json]:
+        with self._lock:
+            return copy.deepcopy(self._verifications.get(stream, {}))
 
     def submit(self, verb: str, arguments: Json) -> int:
         with self._lock:

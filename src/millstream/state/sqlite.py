@@ -24,7 +24,7 @@ from millstream.state.base import FAULTS, EpochRecord, Fault, Request, Runtime, 
 from millstream.state.letters import SINCE_3, SqliteLetters, supersede
 from millstream.state.memory import HISTORY, refuse_epoch_below, refuse_going_back
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 _SCHEMA = """
 create table streams (name text primary key, definition text not null, updated_at text not null) without rowid;
@@ -70,12 +70,18 @@ create table requests (
     answer text, answered_at text
 );
 """
-_STEPS = (_SCHEMA, _SINCE_2, SINCE_3)
+_SINCE_4 = """
+create table verifications (
+    stream text not null, target text not null, result text not null, primary key (stream, target)
+) without rowid;
+"""
+_STEPS = (_SCHEMA, _SINCE_2, SINCE_3, _SINCE_4)
 """What makes a store of each version from one of the version before."""
 
 _OF_A_STREAM = (
     *("cursors", "cursor_history", "epochs", "runtimes", "totals", "pauses", "deletions", "faults"),
     *("letters", "reloads"),
+    "verifications",
 )
 ANSWERS_KEPT = timedelta(hours=1)
 """How long an answer waits for the process that asked."""
@@ -273,6 +279,15 @@ class SqliteStateStore(SqliteLetters):
         sql = "select stream, target, kind, message, at from faults where stream = ? order by id desc"
         rows = self._read(sql, (stream,))
         return [Fault(name, target, kind, text, datetime.fromisoformat(at)) for name, target, kind, text, at in rows]
+
+    def save_verification(self, stream: str, target: str, result: Json) -> None:
+        with self._write("remember a comparison") as db:
+            row = (stream, target, json.dumps(result))
+            db.execute("insert or replace into verifications values (?, ?, ?)", row)
+
+    def verifications(self, stream: str) -> dict[str, Json]:
+        rows = self._read("select target, result from verifications where stream = ?", (stream,))
+        return {target: json.loads(result) for target, result in rows}
 
     def submit(self, verb: str, arguments: Json) -> int:
         with self._write("leave a request") as db:

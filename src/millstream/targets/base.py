@@ -228,4 +228,69 @@ class Rejecting(Protocol):
         """
 
 
+class Reader(Protocol):
+    """What a target holds, for a comparison with the source. Picklable; runs in tasks; changes nothing.
+
+    Rows are in the target's own *form*: a table with the relation's columns (`changelog.exposed`) under their names
+    and, where the form needs it, `_ms_special`. Two rows are equal if their forms are.
+    """
+
+    parallel: bool
+    """Whether several parts may be read at once; else one task reads all of them."""
+
+    def parts(self, relation: Relation) -> Sequence[Json]:
+        """The parts in which tasks read the relation's table; none when the target has no such table."""
+
+    def read(self, relation: Relation, part: Json) -> Iterator[pa.Table]:
+        """The rows of a part: of a changelog those that its changes leave, of a mirror those that are not deleted."""
+
+    def expected(self, relation: Relation, rows: pa.RecordBatch) -> pa.Table:
+        """Rows of the source (schema: `changelog.schema`, all of them read) as the target would hold them."""
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What is wrong with one table of a target, and what stands there instead. Keys are in the reader's form."""
+
+    relation: Relation
+    relation_id: int
+    rows: Iterator[pa.RecordBatch]
+    """Rows as the source has them, with the version that they get (schema: `changelog.schema`)."""
+    stale: pa.Table
+    """Keys that the target has other rows under: `rows` has theirs."""
+    gone: pa.Table
+    """Keys that the source does not have."""
+
+
+class Repairer(Protocol):
+    """The executor side of a repair: picklable."""
+
+    def repair(self, seq: int, corrections: Sequence[Correction]) -> None:
+        """Write the corrections, whatever versions the target has there; they get the version `seq`.
+
+        Only while the target stands at `seq`, and is this run's: raises TargetRefused otherwise. All of a table is
+        corrected or nothing, in a lane all of everything. Doing it again changes nothing.
+        """
+
+
+@runtime_checkable
+class Verifiable(Protocol):
+    """A target whose rows can be compared with the source's."""
+
+    def reader(self) -> Reader:
+        """For a target that is open, and to which nothing is delivered meanwhile. Raises NotSupported for a kind of
+        table whose rows cannot be told."""
+
+
+@runtime_checkable
+class Repairable(Protocol):
+    """A target whose differing rows can be written once more."""
+
+    repairs: bool
+    """False where rows cannot be replaced: a changelog is what has happened."""
+
+    def repairer(self) -> Repairer:
+        """For the open context."""
+
+
 TargetOptions = dict[str, Any]

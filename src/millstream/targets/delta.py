@@ -30,10 +30,22 @@ from millstream.errors import DependencyError, MissingBase, TargetRefused, Targe
 from millstream.failpoint import failpoint
 from millstream.latest import SEQ, whole
 from millstream.model import Json, Relation, SeqRange
-from millstream.targets.base import Capabilities, Delivery, LaneBatch, Receipt, TargetContext, TargetCursor
+from millstream.targets.base import (
+    Capabilities,
+    Correction,
+    Delivery,
+    LaneBatch,
+    Reader,
+    Receipt,
+    TargetContext,
+    TargetCursor,
+)
+from millstream.targets.changelogs import ChangelogReader
+from millstream.targets.deltas.changes import DeltaChanges
 from millstream.targets.deltas.mirror import has_newer, mirror_schema, write_mirror
+from millstream.targets.deltas.reading import MirrorReader, correct_mirror, table_path
 from millstream.targets.deltas.tables import Handle, lake_schema, open_table
-from millstream.targets.directory import OwnDirectory, as_target_errors, directory_of, make_directory
+from millstream.targets.directory import OwnDirectory, as_target_errors, make_directory
 from millstream.targets.lanes.changelog import as_json
 from millstream.targets.lanes.lane import MESSAGES
 from millstream.targets.lanes.runs import Run, by_table, runs
@@ -120,6 +132,19 @@ class DeltaTarget:
     def redeliver(self, relation: Relation, relation_id: int, change: pa.Table) -> bool:
         return self.stager().redeliver(relation, relation_id, change)
 
+    def reader(self) -> Reader:
+        root = str(self._directory.root)
+        if self._options.write == "mirror":
+            return MirrorReader(root, self._options.deletes == "soft")
+        return ChangelogReader(DeltaChanges(root))
+
+    @property
+    def repairs(self) -> bool:
+        return self.mirrors
+
+    def repairer(self) -> DeltaRepairer:
+        return DeltaRepairer(self.stager())
+
     def release(self, stream: str, target: str) -> None:
         """Leave the tables; no stream writes into this directory any more."""
         with as_target_errors(self._directory.root):
@@ -200,9 +225,8 @@ class _Writer:
         self._mirrors = lane.options.write == "mirror"
         self._owner = f"millstream/{lane.context.stream}/{lane.context.target}"
         self._app = f"{self._owner}/{lane.context.journal_id}"
-        # Delta-rs takes an encoded name for a URL and decodes it.
-        self.name = directory_of(relation).replace("%", "+")
-        self._path = Path(lane.root) / self.name
+        self._path = table_path(lane.root, relation)
+        self.name = self._path.name
 
     def write_changes(self, run: Run) -> None:
         """The changes of a run that the table does not have yet, in one commit that says so."""
@@ -269,6 +293,14 @@ class _Writer:
         wanted = self._schema(relation)
         self._try(wanted, relation, lambda table: table.append(wanted.empty_table(), self._said(seq), overwrite=True))
 
+    def correct(self, wrong: Correction, seq: int) -> None:
+        """Replace wrong rows. How far the table is stays as it is."""
+        wanted = self._schema(wrong.relation)
+        right = pa.Table.from_batches(list(wrong.rows), schema(wrong.relation))
+        soft = self._options.deletes == "soft"
+        said = self._said(None)
+        self._try(wanted, wrong.relation, lambda table: correct_mirror(table, wrong, right, seq, said, soft=soft))
+
     def finish(self) -> int | None:
         """Keep the number of files small. Returns the table's version; None when there is no table."""
         table = Handle.existing(self._path)
@@ -306,6 +338,25 @@ class _Writer:
                     hint="see whether the table at this path was changed by somebody else",
                 ) from None
         raise TargetUnavailable(f"{relation.table}: others commit to the table all the time")
+
+
+@dataclass(frozen=True)
+class DeltaRepairer:
+    """See `targets.base.Repairer` for the contract: one commit of each table."""
+
+    lane: DeltaLane
+
+    def repair(self, seq: int, corrections: Sequence[Correction]) -> None:
+        directory = OwnDirectory(Path(self.lane.root))
+        with as_target_errors(directory.root):
+            for wrong in corrections:
+                with directory.locked():
+                    directory.check_owner(self.lane.context)
+                    cursor = directory.cursor()
+                if cursor is None or (cursor.journal_id, cursor.seq) != (self.lane.context.journal_id, seq):
+                    raise TargetRefused(f"{directory.root} does not stand at seq {seq}, so that nothing was repaired")
+                _Writer(self.lane, wrong.relation).correct(wrong, seq)
+                failpoint("repair.table_committed")
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from pydantic import Field
 
 from millstream.changelog import BEFORE, COMMON, METADATA, schema
 from millstream.errors import DependencyError, TargetError, TargetRefused, TargetUnavailable
-from millstream.model import Relation
-from millstream.targets.lanes.database import OWN, ColumnDef, Database, LaneOptions, Values, quoted
+from millstream.model import Json, Relation
+from millstream.targets.forms import form_schema
+from millstream.targets.lanes.database import OWN, ColumnDef, Database, LaneOptions, Values, matches, quoted
 from millstream.targets.lanes.lane import LaneTarget
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 MEMORY = "1GB"
 """What DuckDB may use in a task; beyond that it works on disk."""
+
+READ_ROWS = 16_384
+"""So many rows are read at a time."""
 
 _TYPES = {
     "bool": "BOOLEAN",
@@ -83,6 +87,7 @@ class DuckdbDatabase(Database):
     boolean = "BOOLEAN"
     special_type = "MAP(VARCHAR, VARCHAR)"
     savepoints = False
+    many_readers = False
 
     def __init__(self, options: LaneOptions) -> None:
         super().__init__(options)
@@ -192,6 +197,19 @@ class DuckdbDatabase(Database):
         flags = " OR ".join(f"(s.k{at} AND e.key = '{name}')" for name, at in texts.items())
         theirs = f"map_from_entries(list_filter(map_entries(coalesce(t._ms_special, MAP {{}})), lambda e: {flags}))"
         return f"map_concat({theirs}, coalesce(s.c{number}, MAP {{}}))"
+
+    def make_way(self, table: str, key: Sequence[str], stage: str) -> None:
+        # Without an index a key may be there twice, and one row of it comes back.
+        self.run(f"DELETE FROM {table} AS t USING {stage} AS s WHERE {matches(key)}")
+
+    def held(self, relation: Relation, part: Json, living: str) -> Iterator[pa.Table]:
+        there = self.columns(relation) or {}
+        wanted = form_schema(relation)
+        names = [quoted(name) if name in there else f"NULL AS {quoted(name)}" for name in wanted.names]
+        with self._errors():
+            found = self._open().sql(f"SELECT {', '.join(names)} FROM {self.table(relation)} WHERE {living}")
+            for batch in found.to_arrow_reader(READ_ROWS) or ():
+                yield pa.Table.from_batches([batch]).cast(wanted)
 
     @contextmanager
     def _given(self, values: Sequence[Values]) -> Iterator[str]:

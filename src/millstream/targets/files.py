@@ -33,6 +33,7 @@ from millstream.errors import TargetRefused, TargetUnavailable
 from millstream.failpoint import failpoint
 from millstream.model import Json, Relation, SeqRange
 from millstream.targets.base import ASKING, Attempt, Capabilities, Delivery, Receipt, TargetContext, TargetCursor
+from millstream.targets.changelogs import ChangelogReader
 from millstream.targets.directory import (
     OWN,
     OwnDirectory,
@@ -110,6 +111,9 @@ class FilesTarget:
         context = self._opened()
         staging = self._own / "staging" / context.run_id
         return FilesStager(str(staging), context.epoch, self._options.compression)
+
+    def reader(self) -> ChangelogReader:
+        return ChangelogReader(FileChanges(str(self._root)))
 
     def publish(self, range: SeqRange, end_position: int, receipts: Sequence[Receipt]) -> None:
         context = self._opened()
@@ -201,6 +205,28 @@ class FilesTarget:
                 match = _NAME.fullmatch(entry.name)
                 if match and (seq is None or int(match[3]) > seq):
                     yield Path(entry.path)
+
+
+@dataclass(frozen=True)
+class FileChanges:
+    """The changes that a directory has of a table, file by file, as far as commits list them."""
+
+    root: str
+
+    def read(self, relation: Relation) -> Iterator[pa.Table] | None:
+        """None when no batch has brought anything of the table."""
+        listed = self._listed(f"{directory_of(relation)}/")
+        return (pq.read_table(Path(self.root) / path, partitioning=None) for path in listed) if listed else None
+
+    def _listed(self, front: str) -> list[str]:
+        commits = Path(self.root) / OWN / "commits"
+        names = sorted(entry.name for entry in os.scandir(commits) if entry.name.endswith(".json"))
+        return [
+            file["path"]
+            for name in names
+            for file in read_json(commits / name)["files"]
+            if file["path"].startswith(front)
+        ]
 
 
 def _listed(receipts: Sequence[Receipt]) -> list[Json]:

@@ -18,12 +18,14 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any, Self
 
 import psycopg
+import pyarrow as pa
 
-from millstream.changelog import METADATA
+from millstream.changelog import METADATA, exposed
 from millstream.errors import TargetError, TargetRefused
-from millstream.model import Column, Relation
+from millstream.model import Column, Json, Relation
 from millstream.targets.base import Part, TargetContext
 from millstream.targets.lanes import sessions
+from millstream.targets.lanes.copy_binary import copy_statement, page_ranges, read_copy
 from millstream.targets.lanes.copy_text import copy_text
 from millstream.targets.lanes.database import OWN, ColumnDef, Database, LaneOptions, Values, quoted
 from millstream.targets.lanes.lane import LaneTarget
@@ -234,6 +236,28 @@ class PostgresDatabase(Database):
     def inserting(self, columns: str) -> str:
         # A column that makes its own values (GENERATED ALWAYS AS IDENTITY) takes the source's.
         return f"({columns}) OVERRIDING SYSTEM VALUE"
+
+    # What it holds
+
+    def parts(self, relation: Relation) -> list[Json]:
+        ((pages,),) = self.rows(
+            "SELECT pg_relation_size(?::regclass) / current_setting('block_size')::int8", (self.table(relation),)
+        )
+        return page_ranges(int(pages))
+
+    def held(self, relation: Relation, part: Json, living: str) -> Iterator[pa.Table]:
+        there = self.columns(relation) or {}
+        values = [self._as_sent(column, there.get(column.name)) for column in exposed(relation).columns]
+        statement = copy_statement(relation, values, self.table(relation), part, living)
+        with errors(self._session.where):
+            yield from read_copy(self._session.connection, statement, exposed(relation))
+
+    def _as_sent(self, column: Column, there: str | None) -> str:
+        """The column's values with the type that the source's have, if they can be had."""
+        if there is None:
+            return "NULL"
+        wanted, name = self._type(column), quoted(column.name)
+        return name if there == wanted else f"{name}::{wanted}"
 
     # Foreign keys
 

@@ -14,10 +14,12 @@ What has no home in its type at the other targets (infinity, a year before 1) is
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import NoneType
 from typing import Any, Self
 
 import pyarrow as pa
@@ -25,16 +27,21 @@ import pyarrow.compute as pc
 from pyarrow import types
 from pydantic import Field
 
-from millstream.changelog import BEFORE, COMMON, METADATA, schema
+from millstream.changelog import BEFORE, COMMON, METADATA, exposed, schema
 from millstream.errors import RowRefused, TargetError, TargetRefused, TargetUnavailable
-from millstream.model import Relation
-from millstream.targets.lanes.database import OWN, Database, LaneOptions, Values, matches, quoted
+from millstream.latest import special_texts, whole
+from millstream.model import Json, Relation
+from millstream.targets.forms import json_form
+from millstream.targets.lanes.database import OWN, ColumnDef, Database, LaneOptions, Values, matches, quoted
 from millstream.targets.lanes.lane import LaneTarget
 from millstream.wire.json_columns import json_text
 from millstream.wire.text import decimal_text
 
 BUSY_SECONDS = 5.0
 """How long a statement waits for another writer before the batch is tried again later."""
+
+READ_ROWS = 16_384
+"""So many rows are read at a time."""
 
 _PERMANENT = {
     "SQLITE_PERM": "check the file's owner and rights",
@@ -162,6 +169,26 @@ class SqliteDatabase(Database):
             f"WHERE {matches(key)} AND t._ms_seq < s.v)"
         )
 
+    def held(self, relation: Relation, part: Json, living: str) -> Iterator[pa.Table]:
+        there = self.columns(relation) or {}
+        names = [column.name for column in exposed(relation).columns]
+        wanted = ", ".join(quoted(name) if name in there else "NULL" for name in names)
+        with self._errors():
+            found = self._open().execute(f"SELECT {wanted} FROM {self.table(relation)} WHERE {living}")
+            while rows := found.fetchmany(READ_ROWS):
+                yield json_form([_said(column) for column in zip(*rows, strict=True)], names)
+
+    @classmethod
+    def form(cls, relation: Relation, rows: pa.Table) -> pa.Table:
+        """JSON texts of what SQLite stores: of one value a number, of another a text, whatever the column's type."""
+        special = special_texts(rows)
+        names = [column.name for column in exposed(relation).columns]
+        values = [Values(ColumnDef(name, ""), whole(rows[name]), special.get(name)) for name in names]
+        return json_form([_said(_python(each)) for each in values], names)
+
+    def own_keys(self, keys: pa.Table) -> pa.Table:
+        return pa.table({name: _unsaid(keys[name].to_pylist()) for name in keys.column_names})
+
     def _open(self) -> sqlite3.Connection:
         if self._connection is None:
             raise TargetUnavailable(f"{self.where} is not open")
@@ -206,3 +233,33 @@ def _python(values: Values) -> Sequence[Any]:
         array = array.cast(pa.string())
     taken: Sequence[Any] = (array if values.special is None else pc.coalesce(values.special, array)).to_pylist()
     return taken
+
+
+def _said(values: Sequence[Any]) -> pa.StringArray:
+    """Stored values as JSON texts; bytes as SQLite writes them, x'00ff'."""
+    kinds = set(map(type, values))
+    if kinds <= {str, NoneType}:
+        return json_text(pa.array(values, pa.string()))
+    if kinds <= {int, NoneType}:
+        return json_text(pa.array(values, pa.int64()))
+    if kinds <= {bool, NoneType}:
+        return json_text(pa.array(values, pa.bool_()).cast(pa.int64()))
+    return pa.array([_json(value) for value in values], pa.string())
+
+
+def _json(value: Any) -> str:
+    if isinstance(value, bytes):
+        return f"x'{value.hex()}'"
+    # SQLite has no -0.0, and what others write as one is 0.0 when it is read.
+    return json.dumps(value + 0.0 if isinstance(value, float) else value, ensure_ascii=False)
+
+
+def _unsaid(texts: Sequence[str]) -> pa.Array:
+    values = [bytes.fromhex(text[2:-1]) if text.startswith("x'") else json.loads(text) for text in texts]
+    try:
+        return pa.array(values)
+    except pa.ArrowInvalid:
+        raise TargetRefused(
+            "a row that the source does not have has a key of another type than the others",
+            hint="remove it by hand, and verify again",
+        ) from None

@@ -11,7 +11,6 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import numpy as np
 import pyarrow as pa
 from psycopg import pq
 
@@ -21,11 +20,10 @@ from millstream.sources.base import Chunk, SnapshotPlan
 from millstream.sources.postgres import catalog
 from millstream.sources.postgres.bulk import MORE_BYTES, MORE_SECONDS
 from millstream.sources.postgres.connection import Connection, connect_session, literal, translated
-from millstream.sources.postgres.copied import select_list
+from millstream.sources.postgres.copied import rows_of_copy, select_list
 from millstream.sources.postgres.intake import Intake
 from millstream.sources.postgres.options import PostgresOptions
 from millstream.sources.postgres.patterns import quote
-from millstream.sources.postgres.pgoutput import copy_header
 from millstream.sources.postgres.session import Refused, Session
 
 CHUNK_BYTES = 64 << 20
@@ -33,7 +31,6 @@ CHUNK_BYTES = 64 << 20
 RUN_BYTES = 4 << 20
 """So much of a chunk is handed on at a time."""
 
-_COPY_END = b"\xff\xff"
 _GONE_STATES = ("42703", "42P01", "55000", "22023")
 """A column, a table or the snapshot that is no longer there."""
 
@@ -187,25 +184,12 @@ def _copied(session: Session, statement: str) -> Iterator[pa.LargeBinaryArray]:
             total += intake.take(pieces, sizes, RUN_BYTES - total)
             if not intake.ended and total < RUN_BYTES:
                 intake.wait(MORE_SECONDS, amount=MORE_BYTES)
-        rows = _rows(b"".join(pieces), sizes, first=first)
+        rows = rows_of_copy(b"".join(pieces), sizes, first=first)
         first = first and not sizes
         if len(rows):
             yield rows
     while _run(session.result()) is not None:
         pass
-
-
-def _rows(raw: bytes, sizes: list[int], *, first: bool) -> pa.LargeBinaryArray:
-    """Each row of a piece of the copy. In front of the first stands the copy's header; its end mark is no row."""
-    begin = copy_header(raw) if first and sizes else 0
-    if sizes:
-        sizes[0] -= begin
-        if sizes[-1] == len(_COPY_END) and raw.endswith(_COPY_END):
-            sizes.pop()
-    offsets = np.zeros(len(sizes) + 1, np.int64)
-    offsets[0] = begin
-    offsets[1:] = begin + np.cumsum(sizes) if sizes else 0
-    return pa.Array.from_buffers(pa.large_binary(), len(sizes), [None, pa.py_buffer(offsets), pa.py_buffer(raw)])
 
 
 def _run(waiting: Generator[None, None, Answer]) -> Answer:

@@ -49,12 +49,12 @@ def write_mirror(table: Handle, relation: Relation, changes: pa.Table, said: Com
     wanted = lake_schema(mirror_schema(relation, soft=False))
     living = rows.cast(wanted).append_column(_GONE, pa.repeat(pa.scalar(False), rows.num_rows))
     gone = found.gone.append_column(_GONE, pa.repeat(pa.scalar(True), found.gone.num_rows))
-    source = pa.concat_tables([living, _widened(gone, living.schema)])
+    source = pa.concat_tables([living, widened(gone, living.schema)])
     if not source.num_rows:
         table.append(lake_schema(mirror_schema(relation, soft=soft)).empty_table(), said)
         return
-    on = " AND ".join(f"s.{_quoted(name)} = t.{_quoted(name)}" for name in key)
-    values = {_quoted(name): f"s.{_quoted(name)}" for name in wanted.names}
+    on = " AND ".join(f"s.{quoted(name)} = t.{quoted(name)}" for name in key)
+    values = {quoted(name): f"s.{quoted(name)}" for name in wanted.names}
     alive = values | ({"_ms_deleted": "false"} if soft else {})
     newer = "s._ms_seq > t._ms_seq"
     steps = {"update": (alive, f"NOT s.{_GONE} AND {newer}"), "insert": (alive, f"NOT s.{_GONE}")}
@@ -145,7 +145,8 @@ def _scattered(values: pa.Array, places: np.ndarray, into: pa.Array) -> pa.Array
     return pa.concat_arrays([into, values]).take(whole_numbers(order))
 
 
-def _widened(gone: pa.Table, wanted: pa.Schema) -> pa.Table:
+def widened(gone: pa.Table, wanted: pa.Schema) -> pa.Table:
+    """Keys as rows of which nothing else is known."""
     columns = [
         gone[field.name].cast(field.type) if field.name in gone.column_names else pa.nulls(gone.num_rows, field.type)
         for field in wanted
@@ -162,5 +163,6 @@ def _missing(relation: Relation, seqs: Sequence[int]) -> MissingBase:
     )
 
 
-def _quoted(name: str) -> str:
+def quoted(name: str) -> str:
+    """An identifier in a MERGE."""
     return '"' + name.replace('"', '""') + '"'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +13,13 @@ from pyarrow import types
 from millstream.errors import TargetRefused
 
 if TYPE_CHECKING:
+    import pyarrow.dataset as ds
     from deltalake import CommitProperties, DeltaTable
 
 SPILL_BYTES = 512 << 20
 """What a merge may hold in memory before it works on disk."""
+READ_ROWS = 16_384
+"""So many rows are read at a time."""
 KEEP_HOURS = 24 * 7
 """Files that no version needs any more stay so long for readers of older versions."""
 
@@ -70,11 +73,11 @@ class Handle:
         self._table = table
 
     @classmethod
-    def existing(cls, path: Path) -> Handle | None:
-        """The table's newest version; None when there is none."""
+    def existing(cls, path: Path, version: int | None = None) -> Handle | None:
+        """The table's newest version, or another one; None when there is none."""
         from deltalake import DeltaTable
 
-        return cls(DeltaTable(str(path))) if DeltaTable.is_deltatable(str(path)) else None
+        return cls(DeltaTable(str(path), version=version)) if DeltaTable.is_deltatable(str(path)) else None
 
     def owner(self) -> str | None:
         """Who made the table, by its description."""
@@ -162,6 +165,18 @@ class Handle:
     def read(self, columns: list[str]) -> pa.Table:
         """Columns of all rows at this version."""
         return self._table.to_pyarrow_dataset().to_table(columns=columns)
+
+    def batches(
+        self, part: int, of: int, columns: list[str], condition: ds.Expression | None
+    ) -> Iterator[pa.RecordBatch]:
+        """Columns, as far as there are such, of the rows in every `of`-th file, beginning with number `part`."""
+        found = self._table.to_pyarrow_dataset()
+        names = [name for name in columns if name in found.schema.names]
+        fragments = sorted(found.get_fragments(), key=lambda fragment: str(fragment.path))
+        for fragment in fragments[part::of]:
+            yield from fragment.to_batches(
+                schema=found.schema, columns=names, filter=condition, batch_size=READ_ROWS, use_threads=False
+            )
 
     def compact(self) -> None:
         """Write small files together, and remove those that no version of the last days needs."""

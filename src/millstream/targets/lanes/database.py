@@ -14,8 +14,9 @@ from typing import Any, Literal, TypeVar
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field
 
+from millstream.changelog import exposed
 from millstream.errors import TargetError
-from millstream.model import Relation
+from millstream.model import Json, Relation
 from millstream.targets.base import Part, TargetContext
 
 SelfDatabase = TypeVar("SelfDatabase", bound="Database")
@@ -75,6 +76,8 @@ class Database(ABC):
     """Whether it can tell apart names that differ in case alone."""
     savepoints = True
     """Whether a transaction can go on after a statement of it has failed."""
+    many_readers = True
+    """Whether several processes can read it at once."""
 
     def __init__(self, options: LaneOptions) -> None:
         self.options = options
@@ -194,6 +197,10 @@ class Database(ABC):
         """`_ms_special` of a row that keeps values of the target's (`kept`, with their numbers): with their texts."""
         return f"s.c{number}"
 
+    def make_way(self, table: str, key: Sequence[str], stage: str) -> None:
+        """Let the rows whose key is staged (c0, c1 ..) be written anew, whatever versions they have."""
+        self.run(f"UPDATE {table} AS t SET _ms_seq = {UNKNOWN} FROM {stage} AS s WHERE {matches(key)}")
+
     def delete(self, table: str, key: Sequence[str], stage: str) -> None:
         """Remove the rows whose key is staged (c0, c1 ..) with a newer version (v)."""
         self.run(f"DELETE FROM {table} AS t USING {stage} AS s WHERE {matches(key)} AND t._ms_seq < s.v")
@@ -214,6 +221,28 @@ class Database(ABC):
             "WHERE t._ms_seq < excluded._ms_seq"
         )
 
+    # What it holds, for `verify`
+
+    def parts(self, relation: Relation) -> list[Json]:
+        """The parts in which tasks read the table, which is there."""
+        return [{}]
+
+    @abstractmethod
+    def held(self, relation: Relation, part: Json, living: str) -> Iterator[pa.Table]:
+        """The rows of a part of which `living` is true, in this database's form."""
+
+    @classmethod
+    def form(cls, relation: Relation, rows: pa.Table) -> pa.Table:
+        """Rows of the source in that form: what `held` gives once they are written."""
+        return rows.select([*(column.name for column in exposed(relation).columns), "_ms_special"])
+
+    def own_keys(self, keys: pa.Table) -> pa.Table:
+        """Keys in that form as values that can be written."""
+        return keys
+
+
+UNKNOWN = -1
+"""The version of a row that was there before us, or is not to be trusted: older than any change."""
 
 OWN = {
     "cursors": "(stream text NOT NULL, target text NOT NULL, epoch bigint NOT NULL, run text NOT NULL, "

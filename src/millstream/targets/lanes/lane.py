@@ -14,7 +14,7 @@ from functools import partial
 
 import pyarrow as pa
 
-from millstream.errors import TargetRefused, TargetUnavailable
+from millstream.errors import NotSupported, TargetRefused, TargetUnavailable
 from millstream.failpoint import failpoint
 from millstream.model import Relation, SeqRange
 from millstream.targets.base import (
@@ -31,6 +31,7 @@ from millstream.targets.lanes.changelog import write_changes
 from millstream.targets.lanes.database import OWN, Database, LaneOptions
 from millstream.targets.lanes.isolating import Isolating
 from millstream.targets.lanes.mirror import clear, has_newer, insert_rows, write_run
+from millstream.targets.lanes.reading import LaneReader, SqlRepairer
 from millstream.targets.lanes.runs import by_table, runs
 from millstream.targets.lanes.tables import Prepared, prepare
 
@@ -171,6 +172,21 @@ class LaneTarget:
 
     def redeliver(self, relation: Relation, relation_id: int, change: pa.Table) -> bool:
         return self.stager().redeliver(relation, relation_id, change)
+
+    def reader(self) -> LaneReader:
+        if self._options.write == "changelog":
+            raise NotSupported(
+                f"the changelog of a target of kind {self.kind} cannot be compared with the source in this version",
+                hint="a mirror can, and so can the changelog of a target of kind files or delta",
+            )
+        return LaneReader(self._database, self._options)
+
+    @property
+    def repairs(self) -> bool:
+        return self.mirrors
+
+    def repairer(self) -> SqlRepairer:
+        return SqlRepairer(self._database, self._options, self._opened())
 
     def release(self, stream: str, target: str) -> None:
         """The tables stay as they are, and belong to nobody; the next stream may take them over."""

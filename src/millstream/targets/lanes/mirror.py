@@ -6,7 +6,7 @@ The version of a row (`_ms_seq`) stands beside it; a write with an older version
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial, reduce
 
 import numpy as np
@@ -84,6 +84,30 @@ def insert_rows(db: Database, prepared: Prepared, changes: pa.Table, *, soft: bo
     db.insert(prepared.table, rows)
 
 
+def rewrite(
+    db: Database,
+    prepared: Prepared,
+    stale: pa.Table,
+    gone: pa.Table,
+    right: Iterable[pa.Table],
+    seq: int,
+    *,
+    soft: bool,
+) -> None:
+    """Put rows in the place of wrong ones, with the version `seq`: those under the keys `stale` and `gone` count as
+    older than anything. `right` are changes of which every row is written."""
+    mirror = _Mirror(db, prepared, soft)
+    for keys, remove in ((stale, False), (gone, True)):
+        if keys.num_rows:
+            mirror.make_way(keys, remove=remove)
+    if gone.num_rows:
+        versions = whole_numbers(np.full(gone.num_rows, seq))
+        mirror.write(Latest(None, gone.append_column(SEQ, versions), gone.slice(0, 0)))
+    for changes in right:
+        own = [name for name in prepared.names if name != SPECIAL]
+        mirror.write(Latest(None, changes.slice(0, 0), changes.select([*own, SEQ]), special=special_texts(changes)))
+
+
 class _Mirror:
     def __init__(self, db: Database, prepared: Prepared, soft: bool) -> None:
         self._db = db
@@ -108,6 +132,14 @@ class _Mirror:
         if len(plain):
             self._upsert(self._db.stage(f"rows_{self._it.relation_id}", self._staged(found, plain)), only="true")
 
+    def make_way(self, keys: pa.Table, *, remove: bool) -> None:
+        """Let rows under these keys be written anew; with `remove` they stay, to be removed by their version."""
+        stage = self._db.stage(f"way_{self._it.relation_id}", self._staged_keys(keys))
+        if remove:
+            Database.make_way(self._db, self._it.table, self._it.key, stage)
+        else:
+            self._db.make_way(self._it.table, self._it.key, stage)
+
     def truncate(self, seq: int) -> None:
         """Remove everything older."""
         change = f"UPDATE {self._it.table} SET _ms_deleted = true, _ms_seq = ?" if self._soft else None
@@ -118,12 +150,7 @@ class _Mirror:
 
     def keys(self, rows: pa.Table) -> list[Values]:
         """The keys of rows as c0, c1 .. and their version v."""
-        it = self._it
-        values = [
-            Values(ColumnDef(f"c{at}", it.columns[number].type), whole(rows[name]))
-            for at, (name, number) in enumerate(zip(it.key, self._numbers, strict=True))
-        ]
-        return [*values, Values(ColumnDef("v", "bigint"), whole(rows[SEQ]))]
+        return [*self._staged_keys(rows), Values(ColumnDef("v", "bigint"), whole(rows[SEQ]))]
 
     def _delete(self, gone: pa.Table) -> None:
         it = self._it
@@ -135,6 +162,12 @@ class _Mirror:
             )
         else:
             self._db.delete(it.table, it.key, stage)
+
+    def _staged_keys(self, keys: pa.Table) -> list[Values]:
+        return [
+            Values(ColumnDef(f"c{at}", self._it.columns[number].type), whole(keys[name]))
+            for at, (name, number) in enumerate(zip(self._it.key, self._numbers, strict=True))
+        ]
 
     def _upsert(self, stage: str, *, only: str) -> None:
         self._db.upsert(self._it.table, self._it.names, self._it.key, stage, soft=self._soft, only=only)

@@ -10,11 +10,9 @@ from millstream.changelog import BEFORE, METADATA, exposed
 from millstream.errors import TargetRefused
 from millstream.model import Relation
 from millstream.targets.base import TargetContext
-from millstream.targets.lanes.database import ColumnDef, Database, LaneOptions, quoted
+from millstream.targets.lanes.database import UNKNOWN, ColumnDef, Database, LaneOptions, quoted
 
 SPECIAL = "_ms_special"
-UNKNOWN = -1
-"""The version of a row that was there before us: older than any change."""
 
 
 @dataclass(frozen=True)

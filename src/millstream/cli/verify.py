@@ -1,0 +1,121 @@
+"""`millstream verify`: are the targets equal to the source, and which rows are not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from millstream.cli.output import Home, Json, console, print_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from millstream.engine.verify_report import TargetVerdict, VerifyReport
+
+
+def verify(
+    name: Annotated[str, typer.Argument(help="The stream.", show_default=False)],
+    target: Annotated[str | None, typer.Option(help="Only this target of the stream.")] = None,
+    table: Annotated[
+        list[str] | None, typer.Option(metavar="SCHEMA.TABLE", help="Only this table; may be repeated.")
+    ] = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Write the rows that differ once more.")] = False,
+    home: Home = None,
+    master: Annotated[
+        str | None, typer.Option(help="Spark master, if no process runs the home. Default: local.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Compare a stream's targets with its source, row by row, at one exact position of both.
+
+    Exit code 0: equal, or equal after a repair; 1: different.
+    """
+    from millstream.engine.home import Home as HomeDirectory
+    from millstream.engine.verifying import verify as compare
+    from millstream.observe import Observers
+
+    with _progress(shown=not json) as hear:
+        report = compare(
+            HomeDirectory.locate(home),
+            name,
+            target=target,
+            tables=tuple(table or ()),
+            repair=repair,
+            observers=Observers(),
+            master=master,
+            on_progress=hear,
+        )
+    if json:
+        print_json(report.to_json())
+    else:
+        show(console(), report)
+    raise typer.Exit(0 if report.equal else 1)
+
+
+@contextmanager
+def _progress(*, shown: bool) -> Iterator[Callable[[str], None]]:
+    """A line that says how far it is: one that changes on a terminal, one for each step elsewhere."""
+    if not shown:
+        yield lambda text: None
+        return
+    err = console(stderr=True)
+    if sys.stderr.isatty():
+        with err.status("comparing") as line:
+            yield lambda text: line.update(text or "comparing")
+        return
+    said = ""
+
+    def say(text: str) -> None:
+        nonlocal said
+        step = text.split(", ")[0].split(": about")[0]
+        if step and step != said:
+            said = step
+            err.print(step)
+
+    yield say
+
+
+def show(out: Console, report: VerifyReport) -> None:
+    """A table of what was compared, the keys that differ, and one line that says it."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("target", "table", "source rows", "target rows", "missing", "changed", "extra", ""):
+        table.add_column(column, justify="left" if column in ("target", "table", "") else "right", no_wrap=True)
+    for target in report.targets:
+        for number, one in enumerate(target.tables):
+            counts = (one.source_rows, one.target_rows, one.missing, one.changed, one.extra)
+            verdict = Text("repaired", "yellow") if one.repaired else Text("equal", "green")
+            verdict = verdict if one.equal else Text("DIFFERENT", "red")
+            first = f"{target.target} ({target.kind})" if not number else ""
+            table.add_row(first, one.table, *(f"{count:,}" for count in counts), verdict)
+    out.print(table)
+    for target in report.targets:
+        _show_keys(out, target)
+        out.print(_verdict(target), style="green" if target.equal else "red")
+
+
+def _show_keys(out: Console, target: TargetVerdict) -> None:
+    for one in target.tables:
+        if one.keys:
+            more = one.differences - len(one.keys)
+            out.print(f"{target.target}, {one.table}, keys of rows that differ:")
+            for key in one.keys:
+                out.print(f"  {key}")
+            if more > 0:
+                out.print(f"  and {more:,} more")
+
+
+def _verdict(target: TargetVerdict) -> str:
+    rate = target.rows / target.seconds if target.seconds else 0
+    done = f"{target.rows:,} rows at {target.position}, {target.seconds:.1f} s, {rate:,.0f} rows/s"
+    if not target.equal:
+        return f"{target.target} is DIFFERENT from the source: {done}"
+    repaired = sum(one.differences for one in target.tables)
+    after = f" after a repair of {repaired:,} rows" if repaired else ""
+    return f"{target.target} is equal to the source{after}: {done}"

@@ -1,0 +1,193 @@
+"""The comparisons in a process that runs streams: asked for or on a schedule, one after another, on their own thread.
+
+The thread asks the control to hold one target after another: its delivery ends at a batch and is not started again
+before it is let go. The control never waits for a comparison, so that everything else goes on.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from millstream.engine.verify import Asked, TargetVerification, VerifyStopped, check_asked
+from millstream.engine.verify_report import TargetVerdict, VerifyReport
+from millstream.errors import MillstreamError, RequestFailed, VerifyFailed
+from millstream.model import Json, StreamSpec
+from millstream.observe import Event, Level, Observer
+from millstream.state.base import StateStore
+
+if TYPE_CHECKING:
+    from millstream.engine.running import RunningStreams
+
+CALL_SECONDS = 0.1
+SCHEDULE_SECONDS = 1.0
+"""How often it is looked whether a comparison is due."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Order:
+    """One comparison that is wanted. `done` hears the answer, as `requests` says it, on the thread or the control's."""
+
+    stream: str
+    targets: tuple[str, ...]
+    asked: Asked
+    done: Callable[[Json], None]
+
+
+def error_answer(failed: MillstreamError) -> Json:
+    """What a request is told that could not be done."""
+    return {"error": {"kind": type(failed).__name__, "message": failed.message, "hint": failed.hint}}
+
+
+class Verifier:
+    """All methods are the control's."""
+
+    def __init__(self, store: StateStore, running: RunningStreams, observer: Observer) -> None:
+        self._store = store
+        self._running = running
+        self._observer = observer
+        self._waiting: deque[Order] = deque()
+        self._calls: queue.Queue[tuple[Callable[[], Any], Future[Any]]] = queue.Queue()
+        self._current: Order | None = None
+        self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
+        self._looked_at = float("-inf")
+        running.on_leaving = self.interrupt
+
+    def submit(self, order: Order) -> None:
+        """Compare when what was asked for before is over."""
+        self._waiting.append(order)
+
+    def serve(self) -> None:
+        """Do what the thread asks for, and begin with what waits or is due."""
+        while not self._calls.empty():
+            act, future = self._calls.get()
+            _settle(act, future)
+        if self._thread is not None and not self._thread.is_alive():
+            self._thread, self._current = None, None
+        self._look_at_schedule()
+        if self._thread is None and self._waiting:
+            order = self._waiting.popleft()
+            self._current, self._stopping = order, threading.Event()
+            self._thread = threading.Thread(target=self._work, args=(order, self._stopping), name="verify", daemon=True)
+            self._thread.start()
+
+    def interrupt(self, stream: str | None = None) -> None:
+        """Give up the comparison of this stream, or whatever there is; returns when it has ended."""
+        for order in [order for order in self._waiting if stream in (None, order.stream)]:
+            self._waiting.remove(order)
+            order.done(error_answer(_given_up()))
+        thread = self._thread
+        if thread is not None and self._current is not None and stream in (None, self._current.stream):
+            self._stopping.set()
+            while thread.is_alive():
+                # Whoever waits for the control must not wait for ever.
+                while not self._calls.empty():
+                    act, future = self._calls.get()
+                    _settle(act, future)
+                thread.join(CALL_SECONDS)
+            self._thread, self._current = None, None
+
+    def _look_at_schedule(self) -> None:
+        if time.monotonic() - self._looked_at < SCHEDULE_SECONDS:
+            return
+        self._looked_at = time.monotonic()
+        for member in self._running.members:
+            every = member.spec.verify_every_ms
+            known = {order.stream for order in (*self._waiting, *([self._current] if self._current else []))}
+            if every is None or member.name in known or not member.ready:
+                continue
+            done = self._store.verifications(member.name)
+            targets = [t.name for t in member.spec.targets if t.name in member.deliveries]
+            due = tuple(name for name in targets if _is_due(done.get(name), every))
+            if due:
+                self.submit(Order(member.name, due, Asked(), lambda _: None))
+
+    # The thread
+
+    def _work(self, order: Order, stopping: threading.Event) -> None:
+        try:
+            self._call(lambda: self._check(order), stopping)
+            verdicts = [self._one(order, target, stopping) for target in order.targets]
+            answer: Json = {"result": VerifyReport(order.stream, tuple(verdicts)).to_json()}
+        except VerifyStopped:
+            answer = error_answer(_given_up())
+        except MillstreamError as failed:
+            answer = error_answer(failed)
+        except Exception as defect:  # noqa: BLE001 - whoever asked must hear of it
+            answer = error_answer(VerifyFailed(f"the comparison ended: {type(defect).__name__}"))
+        order.done(answer)
+
+    def _check(self, order: Order) -> None:
+        """Refuse what cannot be before a delivery is stopped for it."""
+        specs = self._running.spec(order.stream)
+        for spec in specs.targets if specs else ():
+            if spec.name in order.targets:
+                check_asked(spec, order.asked)
+
+    def _one(self, order: Order, target: str, stopping: threading.Event) -> TargetVerdict:
+        held = self._call(lambda: self._running.hold(order.stream, target), stopping)
+        try:
+            comparing = TargetVerification(
+                held.spark,
+                held.stream,
+                held.target,
+                held.place,
+                self._store,
+                self._observer,
+                stopping,
+                lambda text: self._running.say(order.stream, target, text),
+            )
+            verdict = comparing.run(order.asked)
+            self._store.save_verification(order.stream, target, verdict.to_json())
+            return verdict
+        except MillstreamError as failed:
+            self._note_failure(held.stream, target, failed)
+            raise
+        finally:
+            self._running.let_go(order.stream, target)
+
+    def _note_failure(self, stream: StreamSpec, target: str, failed: MillstreamError) -> None:
+        """What could not be compared is tried again when it is due again, and not before."""
+        at = datetime.now(UTC).isoformat()
+        self._store.save_verification(stream.name, target, {"compared_at": at, "equal": None, "error": failed.message})
+        fields = {"error": type(failed).__name__, "hint": failed.hint}
+        self._observer.on_event(Event("verify.failed", failed.message, Level.ERROR, stream.name, target, fields))
+
+    def _call(self, act: Callable[[], T], stopping: threading.Event) -> T:
+        """Have the control do it."""
+        future: Future[T] = Future()
+        self._calls.put((act, future))
+        while True:
+            try:
+                return future.result(timeout=CALL_SECONDS)
+            except TimeoutError:
+                if stopping.is_set():
+                    raise VerifyStopped from None
+
+
+def _settle(act: Callable[[], Any], future: Future[Any]) -> None:
+    try:
+        future.set_result(act())
+    except Exception as failed:  # noqa: BLE001 - handed to the thread that asked
+        future.set_exception(failed)
+
+
+def _given_up() -> MillstreamError:
+    return RequestFailed("the comparison was given up: the stream was changed, or the process ends", hint="ask again")
+
+
+def _is_due(last: Json | None, every_ms: int) -> bool:
+    if last is None:
+        return True
+    age = datetime.now(UTC) - datetime.fromisoformat(last["compared_at"])
+    return age.total_seconds() * 1000 >= every_ms

@@ -1,0 +1,269 @@
+"""What targets hold of rows with every kind of value, without Spark: what is expected, and what a repair leaves."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from deltalake import DeltaTable, write_deltalake
+
+from millstream.changelog import exposed
+from millstream.embedded import EmbeddedPostgres
+from millstream.engine.compare import Comparison, Differing, Repair
+from millstream.errors import TargetRefused
+from millstream.model import BatchLimits, Relation, SeqRange, TargetSpec
+from millstream.sources import take_snapshot
+from millstream.spark.baseline import BaselinePlan, ChunkRows
+from millstream.targets import open_target
+from millstream.targets.base import (
+    Attempt,
+    Lane,
+    LaneBatch,
+    Part,
+    Reader,
+    Repairable,
+    Target,
+    TargetContext,
+    Verifiable,
+)
+from millstream.targets.forms import told
+from millstream.targets.lanes.tables import mirror_key
+from tests.fixtures.baselines import TABLES, write
+from tests.fixtures.capture import drive, source_spec
+from tests.fixtures.postgres import Database, fresh_database
+from tests.fixtures.repairing import do
+
+pytestmark = [pytest.mark.postgres, pytest.mark.timeout(120)]
+
+CONTEXT = TargetContext("shop", "copy", "journal-a", "aaaa", 1, "run-1")
+SEQ = 5
+
+KINDS: dict[str, dict[str, str]] = {
+    "files": {"path": "log"},
+    "delta": {"path": "lake"},
+    "delta soft": {"path": "soft", "deletes": "soft"},
+    "delta changelog": {"path": "changes", "write": "changelog"},
+    "duckdb soft": {"path": "soft.db", "deletes": "soft"},
+    "sqlite": {"path": "lite.db"},
+    "postgres": {},
+}
+MIRRORS = [name for name in KINDS if name not in ("files", "delta changelog")]
+
+
+@pytest.fixture(scope="module")
+def source(postgres: EmbeddedPostgres) -> Iterator[Database]:
+    with fresh_database(postgres) as made:
+        made.sql(TABLES)
+        write(made, 1, 200)
+        yield made
+
+
+@pytest.fixture
+def copy(postgres: EmbeddedPostgres) -> Iterator[Database]:
+    with fresh_database(postgres) as made:
+        yield made
+
+
+def made(name: str, root: Path, copy: Database) -> Target:
+    kind = name.split()[0]
+    options = dict(KINDS[name])
+    if kind == "postgres":
+        options["uri"] = copy.uri
+    else:
+        options["path"] = str(root / options["path"])
+    target = open_target(TargetSpec("copy", kind, BatchLimits(1, 1, 1), options=options))
+    target.open(CONTEXT)
+    return target
+
+
+def deliver(target: Target, plan: BaselinePlan) -> None:
+    stager = target.stager()
+    span = SeqRange(SEQ, SEQ)
+    numbers: dict[Relation, list[int]] = {}
+    for number, chunk in enumerate(plan.snapshot.chunks):
+        numbers.setdefault(chunk.relation, []).append(number)
+    receipts = []
+    if isinstance(stager, Lane):
+        parts = [Part(r, plan.relation_ids[r], iter(ChunkRows(plan, n))) for r, n in numbers.items()]
+        stager.deliver(LaneBatch(span, 100, parts, lambda: None))
+    else:
+        for number, (relation, of_it) in enumerate(numbers.items()):
+            rows = iter(ChunkRows(plan, of_it))
+            receipts += stager.stage(relation, plan.relation_ids[relation], rows, Attempt(number, 0, baseline=True))
+    target.publish(span, 100, receipts)
+
+
+Texts = Counter[tuple[str | None, str]]
+"""Rows by key and by all of them."""
+
+
+def texts(relation: Relation, rows: pa.Table) -> Texts:
+    keys, all_of_it = told(rows, [c.name for c in exposed(relation).columns], mirror_key(relation))
+    return Counter(zip(keys.to_pylist(), all_of_it.to_pylist(), strict=True))
+
+
+def held(reader: Reader, relation: Relation) -> Texts:
+    found: Texts = Counter()
+    for part in reader.parts(relation):
+        for rows in reader.read(relation, part):
+            found += texts(relation, rows)
+    return found
+
+
+@dataclass
+class Compared:
+    """A target that was filled from a snapshot of the source, and both sides of it."""
+
+    target: Target
+    plan: Comparison
+
+    @property
+    def reader(self) -> Reader:
+        assert isinstance(self.target, Verifiable)
+        return self.target.reader()
+
+    def expected(self, table: int) -> Texts:
+        found: Texts = Counter()
+        relation = self.plan.relations[table]
+        for number, chunk in self.plan.chunks:
+            for rows in ChunkRows(self.plan.snapshot, [chunk]) if number == table else ():
+                found += texts(relation, self.reader.expected(relation, rows))
+        return found
+
+    def held(self, table: int) -> Texts:
+        return held(self.reader, self.plan.relations[table])
+
+    def check(self) -> None:
+        for number, relation in enumerate(self.plan.relations):
+            assert self.held(number) == self.expected(number), relation.table
+
+    def differing(self) -> tuple[Differing, ...]:
+        """What Spark finds out of large tables, here of small ones."""
+        found = []
+        for table in range(len(self.plan.relations)):
+            source, target = self.expected(table), self.held(table)
+            for key in sorted({key for key, _ in (source - target) + (target - source)}, key=str):
+                mine = [
+                    sum(count for (of, _), count in side.items() if of == key)
+                    for side in (source, source - target, target - source)
+                ]
+                found.append(Differing(table, key, *mine))
+        return tuple(found)
+
+    def repair(self) -> Repair:
+        assert isinstance(self.target, Repairable)
+        return Repair(self.plan.reread(), self.target.repairer(), self.differing())
+
+
+@pytest.fixture
+def compared(request: pytest.FixtureRequest, tmp_path: Path, source: Database, copy: Database) -> Iterator[Compared]:
+    with drive(source, tmp_path), closing(take_snapshot(source_spec(source), lambda _: None)) as snapshot:
+        relations = tuple(dict.fromkeys(chunk.relation for chunk in snapshot.plan.chunks))
+        ids = {relation: number + 1 for number, relation in enumerate(relations)}
+        rows = BaselinePlan(source_spec(source), snapshot.plan, "aaaa", SEQ, 100, ids, None)
+        target = made(request.param, tmp_path, copy)
+        deliver(target, rows)
+        assert isinstance(target, Verifiable)
+        chunks = tuple((relations.index(chunk.relation), at) for at, chunk in enumerate(snapshot.plan.chunks))
+        plan = Comparison(rows, target.reader(), relations, chunks, ())
+        yield Compared(target, plan.reread())
+        target.close()
+
+
+@pytest.mark.parametrize("compared", KINDS, indirect=True)
+def test_what_a_target_holds_is_what_is_expected_of_the_sources_rows(compared: Compared) -> None:
+    compared.check()
+    sizes = {relation.name: compared.expected(at).total() for at, relation in enumerate(compared.plan.relations)}
+    assert sizes == {"item": 200, "keyless": 200, "nothing": 0, "parts": 200, 'Odd "name': 200}
+
+
+def plant(name: str, root: Path, copy: Database) -> None:
+    """In `item` a row that is gone, one that is another (and says that it is newer than all), one too many."""
+    options = KINDS[name]
+    soft = ", _ms_deleted" if "soft" in name else ""
+    statements = (
+        "DELETE FROM {t} WHERE id = 1",
+        "UPDATE {t} SET note = 'planted', _ms_seq = 1099511627776 WHERE id = 2",
+        f"INSERT INTO {{t}} (id, _ms_seq{soft}) VALUES (777777, 1{', false' if soft else ''})",
+    )
+    if name == "postgres":
+        copy.sql("; ".join(statements).format(t="item"))
+    elif name == "sqlite":
+        with closing(sqlite3.connect(root / options["path"])) as lite:
+            for statement in statements:
+                lite.execute(statement.format(t='"public.item"'))
+            lite.commit()
+    elif name.startswith("duckdb"):
+        with closing(duckdb.connect(str(root / options["path"]))) as duck:
+            for statement in statements:
+                duck.execute(statement.format(t="public.item"))
+            duck.execute("INSERT INTO public.item SELECT * FROM public.item WHERE id = 3")
+    else:
+        table = DeltaTable(str(root / options["path"] / "public.item"))
+        table.delete("id = 1")
+        table.update(updates={"note": "'planted'", "_ms_seq": str(1 << 40)}, predicate="id = 2")
+        rows = table.to_pyarrow_table()
+        twice = rows.filter(pc.equal(rows["id"], 3))
+        write_deltalake(table, pa.concat_tables([twice, _extra(twice)]), mode="append")
+
+
+def _extra(like: pa.Table) -> pa.Table:
+    row = {"id": 777777, "_ms_seq": 1, "_ms_deleted": False}
+    return pa.Table.from_pylist([row], schema=like.schema)
+
+
+@pytest.mark.parametrize("compared", MIRRORS, indirect=True)
+def test_planted_differences_are_found_and_repaired(
+    compared: Compared, request: pytest.FixtureRequest, tmp_path: Path, copy: Database
+) -> None:
+    name = request.node.callspec.params["compared"]
+    plant(name, tmp_path, copy)
+    twice = {} if name in ("postgres", "sqlite") else {'{"id":3}': "changed"}
+    wrong = {'{"id":1}': "missing", '{"id":2}': "changed", '{"id":777777}': "extra", **twice}
+    assert {one.key: one.kind for one in compared.differing()} == wrong
+    work = compared.repair()
+    do(work)
+    do(work)
+    compared.check()
+    with pytest.raises(AssertionError, match="TargetRefused"):
+        do(replace(work, plan=replace(work.plan, snapshot=replace(work.plan.snapshot, seq=SEQ + 1))))
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("compared", ["sqlite", "delta"], indirect=True)
+def test_a_repair_that_is_killed_is_done_by_the_next(
+    compared: Compared, request: pytest.FixtureRequest, tmp_path: Path, copy: Database
+) -> None:
+    name = request.node.callspec.params["compared"]
+    plant(name, tmp_path, copy)
+    for step in ["repair.table_committed"] if name == "delta" else ["repair.written", "repair.committed"]:
+        (tmp_path / "work").write_bytes(pickle.dumps(compared.repair()))
+        command = [sys.executable, "-m", "tests.fixtures.repairing", str(tmp_path / "work")]
+        ended = subprocess.run(command, env={**os.environ, "MILLSTREAM_FAILPOINT": step}, check=False)
+        assert ended.returncode == -signal.SIGKILL, step
+        assert bool(compared.differing()) == (step == "repair.written")
+    if compared.differing():
+        do(compared.repair())
+    compared.check()
+
+
+def test_a_repair_belongs_to_the_run_that_has_the_target(tmp_path: Path, source: Database, copy: Database) -> None:
+    target = made("sqlite", tmp_path, copy)
+    assert isinstance(target, Repairable)
+    old = target.repairer()
+    made("sqlite", tmp_path, copy).open(replace(CONTEXT, run_id="run-2"))
+    with pytest.raises(TargetRefused, match="does not stand at seq 5 any more"):
+        old.repair(SEQ, [])
