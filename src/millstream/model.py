@@ -53,6 +53,14 @@ class OnLimit(enum.StrEnum):
     STOP = "stop"
 
 
+class OnFull(enum.StrEnum):
+    """What happens when a journal has reached its limit, and targets still need what is in it."""
+
+    BLOCK = "block"
+    DROP_OLDEST = "drop_oldest"
+    ERROR = "error"
+
+
 class OnReject(enum.StrEnum):
     """What becomes of a row that a target cannot take: a dead letter, or the target's halt."""
 
@@ -78,6 +86,8 @@ class StreamState(enum.StrEnum):
     RUNNING = "running"
     PAUSED = "paused"
     FAILED = "failed"
+    NEEDS_RELOAD = "needs_reload"
+    """Changes that it did not have are gone from the journal: it must begin anew."""
     STOPPED = "stopped"
 
 
@@ -228,6 +238,14 @@ class Retention:
 
 
 @dataclass(frozen=True)
+class JournalLimit:
+    """How large a journal may become while targets are behind, and what happens then."""
+
+    max_bytes: int
+    on_full: OnFull = OnFull.BLOCK
+
+
+@dataclass(frozen=True)
 class SourceSpec:
     """A source as the stream file describes it. `options` are checked by the source's own schema."""
 
@@ -243,6 +261,8 @@ class SourceSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     retention: Retention | None = None
     """None: the journal keeps everything."""
+    journal: JournalLimit | None = None
+    """None: the journal grows as long as its disk has room."""
 
 
 @dataclass(frozen=True)

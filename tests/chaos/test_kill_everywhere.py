@@ -64,6 +64,8 @@ ELSEWHERE = {
         ("state.letters_added", "letters.recorded", "letters.redelivered", "state.letters_removed"),
         "tests/integration/test_letter_kills.py",
     ),
+    # The chaos journal has no limit.
+    "state.reload_saved": "tests/conformance/test_state_store.py",
     # Nobody changes the chaos stream while it runs, or replays it.
     "files.rewound": "tests/unit/test_engine_kills.py",
     **{name: "tests/unit/test_engine_kills.py" for name in failpoints() if name.startswith("engine.")},

@@ -536,3 +536,17 @@ def test_targets_that_must_begin_anew_are_remembered_until_they_did(store: State
     store.set_needs_reload("shop", "copy", None)
     assert store.needs_reload("shop") == {"log": "other changes are gone"}
     assert store.needs_reload("bank") == {}
+
+
+def test_that_a_target_must_begin_anew_is_known_after_a_kill(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from millstream.state.sqlite import SqliteStateStore; "
+        "SqliteStateStore(Path(sys.argv[1])).set_needs_reload('shop', 'copy', 'changes are gone')"
+    )
+    environment = {**os.environ, "MILLSTREAM_FAILPOINT": "state.reload_saved"}
+    path = tmp_path / "state.db"
+    ended = subprocess.run([sys.executable, "-c", code, str(path)], env=environment, check=False, timeout=60)
+    assert ended.returncode == -signal.SIGKILL
+    store = SqliteStateStore(path)
+    assert store.needs_reload("shop") == {"copy": "changes are gone"}
+    store.close()

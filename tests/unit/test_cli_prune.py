@@ -205,10 +205,10 @@ def test_a_run_tells_capture_what_nobody_needs(home: Home, journal: Journal) -> 
     class Told:
         def __init__(self) -> None:
             self.last_status: Json = {}
-            self.lowest: list[int] = []
+            self.needs: list[tuple[int, int]] = []
 
-        def send_lowest(self, seq: int) -> None:
-            self.lowest.append(seq)
+        def send_needs(self, lowest: int, delivered: int) -> None:
+            self.needs.append((lowest, delivered))
 
     know(home, "shop", "  retention: {age: 1h}")
     store = home.open_state()
@@ -219,5 +219,5 @@ def test_a_run_tells_capture_what_nobody_needs(home: Home, journal: Journal) -> 
     capture.retain()
     told.last_status = {"journal_id": journal.writer.header.journal_id}
     capture.retain()
-    assert told.lowest == [60], "the lowest of all streams on the source, running or not"
+    assert [lowest for lowest, _ in told.needs] == [60], "the lowest of all streams on the source, running or not"
     store.close()

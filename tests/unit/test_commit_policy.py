@@ -75,3 +75,16 @@ def test_no_targets_hold_everything() -> None:
 
 def test_an_empty_journal_holds_at_the_cursor() -> None:
     assert ack("all", [target("a")], cursor("a", 0, 1000), head=None) == 1000
+
+
+def test_a_target_that_must_begin_anew_holds_nothing() -> None:
+    targets = [target("a"), target("b"), target("c")]
+    known = {"a": cursor("a", 99, 4008), "b": cursor("b", 10, 2008), "c": cursor("c", 50, 3008)}
+
+    def acked(policy: str, *lost: str) -> int:
+        return ack_position(policy, targets, known, journal_id="j", head=HEAD, start_position=1000, lost=lost)
+
+    assert [acked("all", *lost) for lost in ((), ("b",), ("b", "c"))] == [2008, 3008, 4008]
+    assert acked("required", "b") == 3008
+    assert [acked("quorum:2"), acked("quorum:2", "a"), acked("quorum:2", "a", "c")] == [3008, 2008, 2008]
+    assert acked("all", "a", "b", "c") == 9000

@@ -11,7 +11,15 @@ from pydantic import BaseModel
 
 from millstream.config import load_streams
 from millstream.config.kinds import MAX_EVENTS, SOURCES, TARGETS, options_model
-from millstream.config.schema import BatchKeys, DeadLetterKeys, RetentionKeys, SourceKeys, StreamKeys, TargetKeys
+from millstream.config.schema import (
+    BatchKeys,
+    DeadLetterKeys,
+    JournalKeys,
+    RetentionKeys,
+    SourceKeys,
+    StreamKeys,
+    TargetKeys,
+)
 from millstream.config.units import parse_duration_ms, parse_size
 from millstream.sources.postgres.options import TypeChoices
 
@@ -21,6 +29,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "A stream": StreamKeys,
     "A source": SourceKeys,
     "Retention": RetentionKeys,
+    "Journal": JournalKeys,
     "Postgres": options_model(SOURCES["postgres"].options),
     "Column types": TypeChoices,
     "A target": TargetKeys,

@@ -370,7 +370,8 @@ def test_a_target_past_which_the_journal_was_pruned_halts_and_says_what_to_do(
     query.start()
     assert query.wait(30)
     first = JournalReader(small.journal.locations).first_seq()
-    assert query.state is StreamState.FAILED
+    assert query.state is StreamState.NEEDS_RELOAD
+    assert small.store.needs_reload("shop") == {"log": query.error.message if query.error else ""}
     assert isinstance(query.error, OutOfRange)
     assert f"begins at {'seq ' if while_running else ''}{first}" in query.error.message
     assert "new target" in (query.error.hint or "")

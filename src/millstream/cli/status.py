@@ -15,6 +15,7 @@ _STYLES = {
     "running": "green",
     "catching_up": "cyan",
     "failed": "red",
+    "needs_reload": "red",
     "halted": "red",
     "stopped": "yellow",
     "paused": "yellow",

@@ -11,8 +11,10 @@ from millstream.model import (
     AckPolicy,
     BatchLimits,
     DeadLetters,
+    JournalLimit,
     Json,
     Mode,
+    OnFull,
     OnLimit,
     OnOverflow,
     OnReject,
@@ -39,6 +41,8 @@ def definition(spec: StreamSpec) -> Json:
     source["uri"] = redact(spec.source.uri)
     source["ack"] = spec.source.ack.value
     source["on_limit"] = spec.source.on_limit.value
+    if spec.source.journal is not None:
+        source["journal"]["on_full"] = spec.source.journal.on_full.value
     source["tables"] = list(spec.source.tables)
     value["targets"] = list(value["targets"])
     # Left out where it says nothing: streams that were written down before there was such a thing stay the same.
@@ -69,6 +73,7 @@ def from_definition(value: Mapping[str, Any]) -> StreamSpec:
             on_limit=OnLimit(source["on_limit"]),
             options=source["options"],
             retention=Retention(**source["retention"]) if source["retention"] else None,
+            journal=journal_limit(source.get("journal")),
         ),
         mode=Mode(value["mode"]),
         targets=tuple(
@@ -87,6 +92,11 @@ def from_definition(value: Mapping[str, Any]) -> StreamSpec:
         shape=Shape.from_json(value["shape"]) if "shape" in value else Shape(),
         verify_every_ms=value.get("verify_every_ms"),
     )
+
+
+def journal_limit(value: Mapping[str, Any] | None) -> JournalLimit | None:
+    """A limit back from JSON."""
+    return JournalLimit(value["max_bytes"], OnFull(value["on_full"])) if value else None
 
 
 def _dead_letters(value: Mapping[str, Any] | None) -> DeadLetters:

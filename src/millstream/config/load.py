@@ -24,7 +24,7 @@ from millstream.config.problems import Problem, StreamFileError, in_order, neare
 from millstream.config.report import Reporter
 from millstream.config.schema import SourceKeys, StreamKeys, TargetKeys
 from millstream.errors import ConfigError
-from millstream.model import BatchLimits, DeadLetters, Retention, SourceSpec, StreamSpec, TargetSpec
+from millstream.model import BatchLimits, DeadLetters, JournalLimit, Retention, SourceSpec, StreamSpec, TargetSpec
 
 
 @dataclass
@@ -144,6 +144,7 @@ def _source_spec(keys: SourceKeys, stream: str, options: Mapping[str, Any], base
         max_source_wal=keys.max_source_wal,
         on_limit=keys.on_limit,
         retention=Retention(keys.retention.age, keys.retention.bytes) if keys.retention else None,
+        journal=JournalLimit(keys.journal.max_bytes, keys.journal.on_full) if keys.journal else None,
         options=options,
     )
 

@@ -16,7 +16,7 @@ from millstream.config.kinds import SOURCES, SOURCES_LATER, TARGETS, TARGETS_LAT
 from millstream.config.problems import Refusal, nearest
 from millstream.config.shaping import Keys, ShapeKeys
 from millstream.config.units import parse_duration_ms, parse_size
-from millstream.model import AckPolicy, Mode, OnLimit, OnOverflow, OnReject
+from millstream.model import AckPolicy, Mode, OnFull, OnLimit, OnOverflow, OnReject
 
 LEAST_VERIFY_MS = 1_000
 
@@ -96,6 +96,9 @@ def _every(value: object) -> int | None:
     return every
 
 
+LEAST_JOURNAL = 256 << 20
+"""A journal goes a segment of 64 MiB at a time, and its last ones always stay."""
+
 Name = Annotated[str, BeforeValidator(_name)]
 AuthRef = Annotated[str, BeforeValidator(_auth_ref)]
 Duration = Annotated[int, BeforeValidator(parse_duration_ms), Field(gt=0)]
@@ -122,6 +125,13 @@ class RetentionKeys(Keys):
     bytes: Size | None = None
 
 
+class JournalKeys(Keys):
+    """How large a source's journal may become while targets are behind."""
+
+    max_bytes: Annotated[int, BeforeValidator(parse_size), Field(ge=LEAST_JOURNAL)]
+    on_full: Annotated[OnFull, BeforeValidator(_one_of(OnFull))] = OnFull.BLOCK
+
+
 class DeadLetterKeys(Keys):
     """How many dead letters a target may have, and what happens beyond."""
 
@@ -141,6 +151,7 @@ class SourceKeys(_KeysAndOptions):
     max_source_wal: Size = 4 << 30
     on_limit: Annotated[OnLimit, BeforeValidator(_one_of(OnLimit))] = OnLimit.RELEASE
     retention: Annotated[RetentionKeys, BeforeValidator(_retention)] | None = None
+    journal: JournalKeys | None = None
 
 
 class TargetKeys(_KeysAndOptions):

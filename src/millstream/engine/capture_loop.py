@@ -91,7 +91,12 @@ class CaptureLoop:
                     self._event("capture.running", f"capturing from {self._text(writer.end)}", position=writer.end)
                     backoff.reset()
                 self._append(writer, block)
-                if not block.open_transaction and self._between(writer, block):
+                if block.open_transaction:
+                    continue
+                if self._between(writer, block):
+                    return
+                if self._retainer.full:
+                    self._await_targets(writer)
                     return
         except SourceUnavailable:
             self._settle()
@@ -276,6 +281,28 @@ class CaptureLoop:
             free = self._free()
             if free >= min(before + MORE_BYTES, ENOUGH_BYTES) or time.monotonic() >= deadline:
                 return
+
+    def _await_targets(self, writer: JournalWriter) -> None:
+        """Let go of the source while the journal is at its limit; the source keeps its log meanwhile."""
+        self._commit(writer, now=True)
+        self._acknowledge(writer)
+        self._source.close()
+        self._enter("waiting")
+        self._event(
+            "capture.journal_full",
+            f"the journal of source {self._spec.name} takes {writer.size} bytes and is at its limit: capture waits for "
+            "targets that are behind, and the source keeps its log",
+            Level.ERROR,
+            error=JournalFull.__name__,
+            hint="let the targets catch up, delete those that are given up, or raise max_bytes",
+        )
+        while self._retainer.full and not self._control.stopping.wait(LOOK_SECONDS):
+            writer.maintain()
+            self._drop_superseded(writer)
+            self._retainer.look(writer)
+            self._tell(writer)
+        if not self._retainer.full:
+            self._event("capture.journal_full_over", "there is room in the journal again")
 
     def _retain(self) -> None:
         """What may be forgotten goes while capture waits, too."""

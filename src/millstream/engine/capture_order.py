@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from millstream.model import AckPolicy, Json, OnLimit, Retention, SourceSpec
+from millstream.model import AckPolicy, JournalLimit, Json, OnFull, OnLimit, Retention, SourceSpec
 from millstream.observe import Event
 
 STOPPED: Final = 0
@@ -55,7 +55,7 @@ class CaptureOrder:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> CaptureOrder:
         source = value["source"]
-        rebase = value.get("rebase")
+        rebase, limit = value.get("rebase"), source.get("journal")
         return cls(
             SourceSpec(
                 **{
@@ -64,6 +64,7 @@ class CaptureOrder:
                     "ack": AckPolicy(source["ack"]),
                     "on_limit": OnLimit(source["on_limit"]),
                     "retention": Retention(**source["retention"]) if source.get("retention") else None,
+                    "journal": JournalLimit(**{**limit, "on_full": OnFull(limit["on_full"])}) if limit else None,
                 }
             ),
             Path(value["journal"]),
@@ -84,6 +85,8 @@ class Control:
         """No running batch was planned before this Unix time."""
         self.lowest: int | None = None
         """No target needs a seq up to this one any more; None while nobody has said so."""
+        self.delivered: int | None = None
+        """Every target has the changes up to this seq; the same."""
 
 
 class Report(Protocol):

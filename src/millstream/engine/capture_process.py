@@ -1,7 +1,7 @@
 """The capture process: `python -m millstream.engine.capture_process`. Neither Spark nor pandas is in it.
 
-Lines of JSON in both directions. The first line of stdin is a `CaptureOrder`; later ones are
-`{"ack": position, "planned_before": unix time, "lowest": seq, "stop": true}`, any of them. The end of stdin means
+Lines of JSON in both directions. The first line of stdin is a `CaptureOrder`; later ones are (any of them)
+`{"ack": position, "planned_before": unix time, "lowest": seq, "delivered": seq, "stop": true}`. The end of stdin means
 that the engine is gone: whatever is whole is committed, and the process ends. Stdout has
 `{"event": {...}}` and `{"status": {...}}`. SIGTERM is a clean stop; SIGINT is the engine's affair.
 """
@@ -125,6 +125,8 @@ def listen(lines: Iterable[str], control: Control) -> None:
                 control.planned_before = float(said["planned_before"])
             if said.get("lowest") is not None:
                 control.lowest = int(said["lowest"])
+            if said.get("delivered") is not None:
+                control.delivered = int(said["delivered"])
             if said.get("stop"):
                 break
     finally:

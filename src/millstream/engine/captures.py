@@ -9,7 +9,7 @@ from pathlib import Path
 
 from millstream.engine.capture_order import CaptureOrder
 from millstream.engine.commit import ack_position
-from millstream.engine.holders import holders, lowest
+from millstream.engine.holders import delivered, holders, lowest
 from millstream.engine.home import Home
 from millstream.engine.rebase import RebaseRequest, finish_rebase
 from millstream.engine.status import CaptureReport
@@ -158,6 +158,7 @@ class Capture:
                 journal_id=header.journal_id,
                 head=head,
                 start_position=header.start_position,
+                lost=self._store.needs_reload(stream.name),
             )
             for stream in self.streams
         ]
@@ -176,9 +177,23 @@ class Capture:
     def retain(self) -> None:
         """Tell capture what nobody needs any more, if its journal has limits."""
         with self._guard:
-            if self._begun() and self.source.retention is not None:
+            if self._begun() and (self.source.retention or self.source.journal):
                 header = self._reader.header()
-                self._current().send_lowest(lowest(holders(self._store, self.source.name, header), header))
+                free = lowest(holders(self._store, self.source.name, header), header)
+                self._current().send_needs(free, delivered(self._store, self.source.name, header))
+
+    def overtaken(self) -> list[tuple[str, str, str]]:
+        """The targets (stream, target, what happened) that do not have changes which the journal has let go of."""
+        if not self._begun():
+            return []
+        header, first = self._reader.header(), self._reader.first_seq()
+        found = []
+        for stream in self.streams:
+            for cursor in self._store.cursors(stream.name):
+                if cursor.journal_id == header.journal_id and cursor.seq + 1 < first:
+                    what = f"it has the changes up to seq {cursor.seq}, and the journal begins at {first}"
+                    found.append((cursor.stream, cursor.target, what))
+        return found
 
     def report(self) -> CaptureReport:
         """What `millstream status` shows of the capture."""

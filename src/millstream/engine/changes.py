@@ -247,9 +247,10 @@ class _Capture:
         while not self._over.wait(TEND_SECONDS):
             supervisor.send_planned_before(time.time() - PLAN_SECONDS)
             head = reader.head()
-            if self.spec.retention is not None and head is not None:
+            if (self.spec.retention or self.spec.journal) and head is not None:
                 needing = holders(store, self.spec.name, reader.header())
-                supervisor.send_lowest(needing[0].seq if needing else head.seq)
+                lowest = needing[0].seq if needing else head.seq
+                supervisor.send_needs(lowest, lowest)
 
 
 class _Captures:

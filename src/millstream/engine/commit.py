@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from millstream.errors import ConfigError
 from millstream.journal.format import Head
@@ -17,24 +17,27 @@ def ack_position(
     journal_id: str,
     head: Head | None,
     start_position: int,
+    lost: Collection[str] = (),
 ) -> int:
     """The position up to which the targets of one stream, by its policy, need nothing from the source any more.
 
     `all`: every target has it. `required`: every required one has (all of them, when none is
     required). `quorum:N`: at least N targets have. A target that is at the journal's head has
     everything the journal covers, rows or not; one without a cursor in this journal has nothing,
-    and holds at `start_position`.
+    and holds at `start_position`. Targets that are `lost` must begin anew, and hold nothing: a quorum is then of
+    the others, and of all of them if they are fewer.
     """
     covered = {target.name: _covered(cursors.get(target.name), journal_id, head, start_position) for target in targets}
+    quorum = _quorum(policy, len(covered)) if policy not in ("all", "required") and covered else 0
+    covered = {name: position for name, position in covered.items() if name not in lost}
     if not covered:
-        return start_position
+        return start_position if not targets or head is None else head.covered
     if policy == "all":
         return min(covered.values())
     if policy == "required":
-        required = [covered[target.name] for target in targets if target.required]
+        required = [covered[target.name] for target in targets if target.required and target.name in covered]
         return min(required or covered.values())
-    quorum = _quorum(policy, len(covered))
-    return sorted(covered.values(), reverse=True)[quorum - 1]
+    return sorted(covered.values(), reverse=True)[min(quorum, len(covered)) - 1]
 
 
 def _covered(cursor: Cursor | None, journal_id: str, head: Head | None, start_position: int) -> int:

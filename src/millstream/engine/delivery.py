@@ -23,7 +23,7 @@ from millstream.engine.baseline import Baseline, BaselineStopped
 from millstream.engine.batch import BatchResult, run_batch
 from millstream.engine.letters import LetterBox
 from millstream.engine.opening import Opened, Opening, from_micros
-from millstream.errors import JournalError, JournalMismatch, MillstreamError, TargetError
+from millstream.errors import JournalError, JournalMismatch, MillstreamError, OutOfRange, TargetError
 from millstream.failpoint import failpoint
 from millstream.model import Cursor, Json, Mode, SeqRange, StreamSpec, StreamState, TargetSpec
 from millstream.observe import Event, Level, Observer
@@ -38,6 +38,9 @@ from millstream.transforms.shape import Shaping
 
 ONCE_TRIES = 8
 """How often a run with an end tries in vain (for about a minute) before it fails; one without an end never gives up."""
+
+BROKEN = (StreamState.FAILED, StreamState.NEEDS_RELOAD)
+"""States that a delivery does not leave by itself."""
 
 CursorCallback = Callable[[Cursor], None]
 
@@ -124,7 +127,7 @@ class DeliveryQuery:
     @property
     def done(self) -> bool:
         """Whether nothing more will come: stopped, failed, or (once) everything delivered."""
-        return self.state in (StreamState.STOPPED, StreamState.FAILED)
+        return self.state in (StreamState.STOPPED, *BROKEN)
 
     def status(self) -> Json:
         """What `millstream status` shows of this target."""
@@ -173,7 +176,7 @@ class DeliveryQuery:
         except Exception as defect:  # noqa: BLE001 - whatever it is, the target must not look healthy
             self._fail(_unexpected(defect))
         finally:
-            if self.state is not StreamState.FAILED:
+            if self.state not in BROKEN:
                 self.state = StreamState.STOPPED
             self._target.close()
             self._settled.set()
@@ -213,6 +216,8 @@ class DeliveryQuery:
         self._progressed = False
         opened = self._opening.open(reason)
         self._opened = opened
+        if self._spec.name in self._store.needs_reload(self._stream.name):
+            self._store.set_needs_reload(self._stream.name, self._spec.name, None)
         if opened.reason is not None:
             self._emit(
                 "delivery.epoch",
@@ -270,6 +275,10 @@ class DeliveryQuery:
     def _fail(self, failed: MillstreamError) -> None:
         self.error = failed
         self.state = StreamState.FAILED
+        if isinstance(failed, OutOfRange):
+            # What it needs is gone from the journal: no try can help any more.
+            self._store.set_needs_reload(self._stream.name, self._spec.name, failed.message)
+            self.state = StreamState.NEEDS_RELOAD
         fields = {"error": type(failed).__name__, "hint": failed.hint}
         self._emit("delivery.failed", failed.message, Level.ERROR, fields)
 

@@ -250,7 +250,7 @@ class Engine:
                 return status
             failed = [(f"target {t.name}", t.error, t.hint) for t in status.targets]
             failed += [(f"source {status.source.name}", status.source.error, status.source.hint)]
-            if status.state is StreamState.FAILED:
+            if status.state is StreamState.FAILED or any(t.state is StreamState.NEEDS_RELOAD for t in status.targets):
                 who, error, hint = next((one for one in failed if one[1]), ("stream", "failed", None))
                 raise NotReady(f"stream {name} has failed: {who}: {error}", hint=hint)
             if status.state is StreamState.PAUSED:

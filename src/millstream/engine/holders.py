@@ -24,15 +24,18 @@ class Holder:
 def holders(store: StateStore, source: str, header: Header) -> list[Holder]:
     """Every target of every stream on this source, running or not, the one that is furthest behind first.
 
-    One that has no cursor in this journal yet needs all of it. The others need it from the start of
-    their last batch on: Spark may ask for that once more after a crash.
+    One that must begin anew needs nothing. One that has no cursor in this journal yet needs all of it. The others
+    need it from the start of their last batch on: Spark may ask for that once more after a crash.
     """
     found = []
     for stream in store.list_streams():
         definition = store.get_stream(stream) or {}
         if definition.get("source", {}).get("name") != source:
             continue
+        gone = store.needs_reload(stream)
         for target in definition["targets"]:
+            if target["name"] in gone:
+                continue
             history = store.cursor_history(stream, target["name"], 2)
             # After a replay the target is before where it was.
             known = [*history, *filter(None, [store.get_cursor(stream, target["name"])])]
@@ -40,6 +43,16 @@ def holders(store: StateStore, source: str, header: Header) -> list[Holder]:
             behind = not history or history[0].journal_id != header.journal_id
             found.append(Holder(stream, target["name"], header.first_seq - 1 if behind else min(here)))
     return sorted(found, key=lambda holder: holder.seq)
+
+
+def delivered(store: StateStore, source: str, header: Header) -> int:
+    """The seq up to which every target that can go on has the changes."""
+    cursors = []
+    for holder in holders(store, source, header):
+        cursor = store.get_cursor(holder.stream, holder.target)
+        here = cursor is not None and cursor.journal_id == header.journal_id
+        cursors.append(cursor.seq if cursor is not None and here else header.first_seq - 1)
+    return min(cursors, default=header.first_seq - 1)
 
 
 def lowest(found: Sequence[Holder], header: Header) -> int:

@@ -21,7 +21,7 @@ from millstream.engine.home import Home
 from millstream.engine.redelivery import Outcome, Redelivery
 from millstream.engine.replay import Replay
 from millstream.engine.status import unknown_stream
-from millstream.errors import ConfigError, MillstreamError, NotReady, NotSupported, UnknownStream
+from millstream.errors import ConfigError, MillstreamError, NotReady, NotSupported, RequestFailed, UnknownStream
 from millstream.failpoint import failpoint
 from millstream.model import Checkpoint, Json, Mode, StreamSpec
 from millstream.observe import Event, Level, Observer
@@ -62,6 +62,10 @@ class Operations:
         for stream in streams:
             described, before = definition(stream), self._store.get_stream(stream.name)
             if before != described:
+                for target in described["targets"]:
+                    if before is None or target not in before["targets"]:
+                        # Another place, perhaps: whether it can go on is seen when it is opened.
+                        self._store.set_needs_reload(stream.name, target["name"], None)
                 self._store.put_stream(stream.name, described)
                 failpoint("engine.stream_saved")
                 done = "created" if before is None else "replaced"
@@ -91,6 +95,7 @@ class Operations:
                     self._store.set_paused(name, other, True)
         for one in ["", *targets]:
             self._store.set_paused(name, one, False)
+            self._store.set_needs_reload(name, one, None)
         failpoint("engine.resume_saved")
         if self._running is not None:
             self._running.start_anew(name)
@@ -119,8 +124,11 @@ class Operations:
         for id, letter in self._letters(ids).items():
             owners.setdefault((letter.stream, letter.target), []).append(id)
         outcomes: list[Outcome] = []
-        for (name, target), mine in owners.items():
+        for name, target in owners:
             self._targets(name, target)
+            if self._running is not None and self._running.comparing(name):
+                raise RequestFailed(f"stream {name} is being compared with its source", hint="retry after that")
+        for (name, target), mine in owners.items():
             if self._running is not None:
                 self._running.stop_targets(name, [target])
             done = Redelivery(self._home, self._store, self._spec(name), target).run(mine)

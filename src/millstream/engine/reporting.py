@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from millstream.engine.delivery import DeliveryQuery
-from millstream.engine.status import CaptureReport, TargetReport
+from millstream.engine.status import RELOAD, CaptureReport, TargetReport
 from millstream.errors import MillstreamError
 from millstream.model import StreamSpec, StreamState
 from millstream.state.base import Runtime, StateStore
@@ -44,7 +44,7 @@ class Reporter:
         `held` are targets that are being compared with their source, and how far that is.
         """
         held = held or {}
-        paused = self._store.paused(stream.name)
+        paused, gone = self._store.paused(stream.name), self._store.needs_reload(stream.name)
         for target in stream.targets:
             stopped = not paused.isdisjoint({"", target.name})
             said = self._target(stream, target.name, queries.get(target.name), everyone, stopped)
@@ -55,8 +55,11 @@ class Reporter:
                 failed = unfit[target.name]
                 report = TargetReport(error=failed.message, hint=failed.hint)
                 said = Runtime(stream.name, target.name, StreamState.FAILED, report.to_json())
+            elif target.name in gone:
+                report = TargetReport(error=gone[target.name], hint=RELOAD)
+                said = Runtime(stream.name, target.name, StreamState.NEEDS_RELOAD, report.to_json())
             self._store.set_runtime(said)
-        state = StreamState.FAILED if unfit else self._stream_state(stream, capture, queries, paused, held)
+        state = StreamState.FAILED if unfit else self._stream_state(stream, capture, queries, paused, gone, held)
         if everyone is not None and state not in (StreamState.FAILED, StreamState.PAUSED):
             state = everyone
         self._store.set_runtime(Runtime(stream.name, "", state, capture.to_json()))
@@ -85,11 +88,15 @@ class Reporter:
         capture: CaptureReport,
         queries: Mapping[str, DeliveryQuery],
         paused: set[str],
+        gone: Mapping[str, str],
         held: Mapping[str, str],
     ) -> StreamState:
         if capture.state == "halted":
             return StreamState.FAILED
-        flowing = [target.name for target in stream.targets if paused.isdisjoint({"", target.name})]
+        able = [target.name for target in stream.targets if target.name not in gone]
+        if not able:
+            return StreamState.FAILED
+        flowing = [name for name in able if paused.isdisjoint({"", name})]
         if not flowing:
             return StreamState.PAUSED
         states = [queries[name].state for name in flowing if name in queries]

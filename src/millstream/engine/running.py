@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from millstream.config.definition import from_definition
 from millstream.engine.captures import Capture
-from millstream.engine.delivery import DeliveryQuery
+from millstream.engine.delivery import BROKEN, DeliveryQuery
 from millstream.engine.fit import open_target
 from millstream.engine.home import Home
 from millstream.engine.reporting import Reporter
@@ -308,7 +308,7 @@ class RunningStreams:
             for member in self._of(capture)
             for target in member.spec.targets
             if self._deliver
-            and target.name not in (member.deliveries | member.unfit)
+            and target.name not in (member.deliveries | member.unfit | self._store.needs_reload(member.name))
             and (member.name, target.name) not in self._held
             and not is_paused(self._store, member.name, target.name)
         ]
@@ -370,7 +370,8 @@ class RunningStreams:
         return all(cursor.seq >= end for cursor in cursors)
 
     def failed(self) -> bool:
-        broken = any(query.state is StreamState.FAILED for query in self.queries)
+        broken = any(query.state in BROKEN for query in self.queries)
+        broken = broken or any(self._store.needs_reload(member.name) for member in self.members)
         broken = broken or any(member.unfit for member in self.members)
         return broken or any(capture.error is not None for capture in self.captures)
 
@@ -422,6 +423,7 @@ class RunningStreams:
     def _report_source(self, capture: Capture, everyone: StreamState | None) -> None:
         if capture.started and capture.failure is None:
             capture.retain()
+            self._note_overtaken(capture)
         mine = [one.query for member in self._of(capture) for one in list(member.deliveries.values())]
         if mine:
             capture.release(min(query.planning_since for query in mine) - PLAN_GRACE)
@@ -430,6 +432,17 @@ class RunningStreams:
             queries = {name: one.query for name, one in list(member.deliveries.items())}
             held = {target: text for (stream, target), text in list(self._held.items()) if stream == member.name}
             self._reporter.write(member.spec, report, queries, member.unfit, everyone, held)
+
+    def _note_overtaken(self, capture: Capture) -> None:
+        """Mark targets that stand still while the journal goes on without them; those that run find out themselves."""
+        for stream, target, what in capture.overtaken():
+            member = self._members.get(stream)
+            delivery = member.deliveries.get(target) if member is not None else None
+            if target in self._store.needs_reload(stream) or (delivery is not None and not delivery.query.done):
+                continue
+            self._store.set_needs_reload(stream, target, f"changes that it needs are gone: {what}")
+            message = f"target {target} of stream {stream} must begin anew: {what}"
+            self._observer.on_event(Event("delivery.needs_reload", message, Level.ERROR, stream, target))
 
     # The end
 

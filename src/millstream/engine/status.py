@@ -26,6 +26,9 @@ from millstream.state.base import Fault, LetterState, Runtime, StateStore
 SILENCE = 60.0
 """A running process writes its state every `checkpoint_interval`. Seconds after which it counts as stuck."""
 
+RELOAD = "give the stream a new target (another name, an empty place), or resume it once it was restored from a copy"
+"""What to do about a target that lacks changes which are gone."""
+
 _ALIVE = (StreamState.SNAPSHOT, StreamState.CATCHING_UP, StreamState.RUNNING)
 
 
@@ -303,7 +306,8 @@ def _whole_state(state: StreamState, targets: Sequence[TargetStatus]) -> StreamS
     """A stream that says it runs while every target of it has failed does not; paused is one with all of them."""
     if targets and all(target.state is StreamState.PAUSED for target in targets):
         return StreamState.PAUSED
-    if state in _ALIVE and targets and all(target.state is StreamState.FAILED for target in targets):
+    broken = (StreamState.FAILED, StreamState.NEEDS_RELOAD)
+    if state in _ALIVE and targets and all(target.state in broken for target in targets):
         return StreamState.FAILED
     return state
 
@@ -356,11 +360,14 @@ def _target(
     report = _report(TargetReport, runtime)
     events, seconds = journal.lag(cursor, now)
     name = target["name"]
+    lost = known.reloads.get(name)
     tables = known.tables(name, journal)
     return TargetStatus(
         name=name,
         kind=target["kind"],
-        state=_state(runtime, owner, paused=not known.paused.isdisjoint({"", name})),
+        state=StreamState.NEEDS_RELOAD
+        if lost
+        else _state(runtime, owner, paused=not known.paused.isdisjoint({"", name})),
         epoch=cursor.epoch if cursor else None,
         seq=cursor.seq if cursor else None,
         position=journal.text(cursor.position) if cursor else None,
@@ -371,8 +378,8 @@ def _target(
         bytes=report.bytes,
         batches=report.batches,
         retrying=report.retrying,
-        error=report.error,
-        hint=report.hint,
+        error=lost or report.error,
+        hint=RELOAD if lost else report.hint,
         last_checkpoint=_checkpoint(cursor),
         events_replicated=sum(table.events_replicated for table in tables),
         bytes_replicated=sum(table.bytes_replicated for table in tables),
@@ -409,6 +416,7 @@ class _Known:
         self._letters = Counter(one.target for one in store.letters(stream) if one.state is LetterState.WAITING)
         self.paused = store.paused(stream)
         self.verified = store.verifications(stream)
+        self.reloads = store.needs_reload(stream)
 
     def dead_letters(self, target: str) -> int:
         return self._letters[target]

@@ -42,6 +42,7 @@ class Supervisor:
         self._ack: int | None = None
         self._planned_before: float | None = None
         self._lowest: int | None = None
+        self._delivered: int | None = None
         self._state = "stopped"
         self._status: Json = {}
         self._error: MillstreamError | None = None
@@ -74,12 +75,12 @@ class Supervisor:
             self._planned_before = unix
             self._say({"planned_before": unix})
 
-    def send_lowest(self, seq: int) -> None:
-        """No target needs anything up to this seq: retention may remove it."""
+    def send_needs(self, lowest: int, delivered: int) -> None:
+        """No target needs anything up to `lowest`: retention may remove it. All have the changes up to `delivered`."""
         with self._changed:
-            if self._lowest != seq:
-                self._lowest = seq
-                self._say({"lowest": seq})
+            if (self._lowest, self._delivered) != (lowest, delivered):
+                self._lowest, self._delivered = lowest, delivered
+                self._say({"lowest": lowest, "delivered": delivered})
 
     def stop(self, timeout: float = 30.0) -> None:
         """Stop cleanly and wait; kill the process if it takes longer than `timeout` seconds."""
@@ -160,8 +161,9 @@ class Supervisor:
             self._process = process
             self._first_end, self._progressed = None, False
             self._say(self._order.to_json())
-            said = {"ack": self._ack, "planned_before": self._planned_before, "lowest": self._lowest}
-            self._say({**said, "stop": self._stopping})
+            said = {"ack": self._ack, "planned_before": self._planned_before}
+            needs = {"lowest": self._lowest, "delivered": self._delivered}
+            self._say({**said, **needs, "stop": self._stopping})
         try:
             assert process.stdout is not None  # noqa: S101
             self._hear(process.stdout)

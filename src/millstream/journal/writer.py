@@ -299,12 +299,19 @@ class JournalWriter:
         a transaction. None if nothing had to go.
         """
         entries, rows = self._prunable()
-        mark = self._tail.mark
-        size = mark.length + mark.index_entries * INDEX.itemsize + mark.cut_entries * CUTS.itemsize
-        size += sum(size_of(entry) for entry in self._manifest.entries[len(entries) :])
+        size = self._open_bytes() + sum(size_of(entry) for entry in self._manifest.entries[len(entries) :])
         found = due(entries, rule, open_bytes=size, open_rows=rows, lowest=lowest, now_us=int(now * 1e6))
         going = at_most(found.entries, most)
         return self.prune(going[-1].number) if going else None
+
+    @property
+    def size(self) -> int:
+        """What the segments take on disk; the former forms of some, which go soon, not counted."""
+        return self._open_bytes() + sum(size_of(entry) for entry in self._manifest.entries)
+
+    def _open_bytes(self) -> int:
+        mark = self._tail.mark
+        return mark.length + mark.index_entries * INDEX.itemsize + mark.cut_entries * CUTS.itemsize
 
     def _prunable(self) -> tuple[tuple[Entry, ...], int]:
         """The closed segments that may go, and how many rows come after them. One that is being taken over stays."""

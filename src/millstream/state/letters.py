@@ -87,6 +87,7 @@ class SqliteLetters(ABC):
                 db.execute("delete from reloads where stream = ? and target = ?", (stream, target))
             else:
                 db.execute("insert or replace into reloads values (?, ?, ?)", (stream, target, reason))
+        failpoint("state.reload_saved")
 
     def needs_reload(self, stream: str) -> dict[str, str]:
         return dict(self._read("select target, reason from reloads where stream = ?", (stream,)))
