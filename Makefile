@@ -18,7 +18,7 @@ help: ## Show this list
 setup: ## Make the virtual environment and find (or install) Java
 	@scripts/setup
 
-demo: setup ## Replicate a live shop, crash in the middle, prove that all is equal
+demo: setup ## Mirror a live shop into three targets, pause, crash, prove that all is equal
 	@$(PYTHON_IN_VENV) -m millstream demo
 
 test: setup ## Run all tests, in three processes at once

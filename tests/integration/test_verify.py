@@ -97,6 +97,9 @@ def test_a_stream_that_runs_is_compared_and_repaired_while_others_write(
             engine.verify("shop", "copy")
         verified = {target.name: target.verified for target in engine.get_status("shop").targets}
     assert [found and found["equal"] for found in verified.values()] == [False, True]
+    database.sql("INSERT INTO nothing VALUES (1)")
+    code, alone = asked(tmp_path / "home", "--target", "log", "--table", "public.nothing")
+    assert (code, [(table.source_rows, table.equal) for table in of(alone, "log").values()]) == (0, [(1, True)])
     with closing(sqlite3.connect(tmp_path / "copy.db")) as db:
         held = db.execute('SELECT id, note, flag FROM "public.item" WHERE id < 400 AND id > 0 ORDER BY id').fetchall()
     assert held == database.sql("SELECT id, note, flag::int FROM item WHERE id < 400 AND id > 0 ORDER BY id")

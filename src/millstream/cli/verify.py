@@ -71,7 +71,7 @@ def _progress(*, shown: bool) -> Iterator[Callable[[str], None]]:
 
     def say(text: str) -> None:
         nonlocal said
-        step = text.split(", ")[0].split(": about")[0]
+        step = ": ".join(text.split(": ")[:2])
         if step and step != said:
             said = step
             err.print(step)

@@ -1,10 +1,10 @@
-"""The demo from the first to the last act: a real database, a live load, a crash, a proof.
+"""The demo from the first to the last act: a real database, a live load, a pause, a crash, a proof.
 
-1  start an embedded Postgres and an empty shop
-2  start `millstream run` in a process of its own, open the doors, let the load run
-3  kill -9 the whole engine in the middle of it, start it again
-4  stop the load, wait until everything is delivered, stop the engine with SIGTERM
-5  fold the changelog with Spark and let Postgres compare every row of every table
+1  start two embedded Postgres servers: a shop with full tables, and an empty one
+2  start `millstream run` in a process of its own: full tables, then every change, to Parquet, Delta, the other Postgres
+3  pause the lake for a while, and let it catch up
+4  kill -9 the whole engine in the middle of the load, start it again
+5  close the shop, and let `millstream verify` compare every row of every table at every target
 """
 
 from __future__ import annotations
@@ -12,26 +12,29 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import psycopg
-from rich.console import Console, Group
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
 
 from millstream.demo.engine import Engine
-from millstream.demo.proof import LogProof, TableProof, prove_with_spark
+from millstream.demo.picture import Picture
 from millstream.demo.shop import TABLES, Shop
-from millstream.demo.watch import Sight, Watch
 from millstream.embedded import EmbeddedPostgres
+from millstream.engine.engine import Engine as Streams
 from millstream.engine.home import Home
-from millstream.errors import MillstreamError
+from millstream.engine.status import StreamStatus
+from millstream.engine.verify_report import VerifyReport
+from millstream.engine.verifying import verify
+from millstream.errors import DependencyError, MillstreamError
+from millstream.model import StreamState
+from millstream.observe import Observers
 
 STREAM = "shop"
+PAUSED = "lake"
 
 STREAM_FILE = """\
 name: shop
@@ -39,148 +42,152 @@ source:
   kind: postgres
   uri: {uri}
   tables: ["public.*"]
-mode: cdc
+mode: snapshot_then_cdc
 targets:
-  - {{name: log, kind: files, path: {path}, format: parquet, batch: {{max_ms: 500ms}}}}
+  - {{name: log, kind: files, path: {log}, format: parquet, batch: {{max_ms: 500ms}}}}
+  - {{name: lake, kind: delta, path: {lake}, batch: {{max_ms: 2s}}}}
+  - {{name: copy, kind: postgres, uri: "{copy}"}}
 """
+
+Condition = Callable[[StreamStatus], bool]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the demo ended: what was done and whether source and target are equal."""
+    """How the demo ended: what was done, and whether source and targets are equal."""
 
     transactions: int
+    changes: int
     seconds: float
     killed: int
-    log: LogProof
-    tables: tuple[TableProof, ...]
+    report: VerifyReport
 
     @property
     def equal(self) -> bool:
-        return self.log.exact and all(table.equal for table in self.tables)
+        return self.report.equal
 
 
 class Play:
-    """One performance. `seconds` is how long the load runs, the crash is in the middle of it."""
+    """One performance. `seconds` is how long the load runs; the pause and the crash are in the middle of it."""
 
     def __init__(self, directory: Path, console: Console, seconds: float, seed: int) -> None:
         self._directory = directory
         self._console = console
         self._seconds = seconds
         self._home = Home(directory / "home")
-        self._lake = directory / "log"
+        self._streams = Streams(self._home)
         self._seed = seed
-        self._rates: deque[tuple[float, int]] = deque(maxlen=20)
-        self._phase = ""
         self._killed = 0
 
     def perform(self) -> Outcome:
         began = time.monotonic()
-        self._say("Starting an embedded Postgres")
-        with EmbeddedPostgres() as server:
-            with psycopg.connect(server.uri(), autocommit=True) as connection:
-                connection.execute("CREATE DATABASE shop")
-            uri = server.uri("shop")
-            shop = Shop(uri, self._seed)
+        _need_deltalake()
+        self._say("Starting two embedded Postgres servers")
+        with ExitStack() as stack:
+            source, other = (stack.enter_context(EmbeddedPostgres()) for _ in range(2))
+            for server, name in ((source, "shop"), (other, "copy")):
+                with psycopg.connect(server.uri(), autocommit=True) as connection:
+                    connection.execute(f"CREATE DATABASE {name}".encode())
+            shop = Shop(source.uri("shop"), self._seed)
             shop.create()
-            self._say(f"An empty shop of {len(TABLES)} tables at {uri}")
-            stream_file = self._directory / "shop.yaml"
-            stream_file.write_text(STREAM_FILE.format(uri=uri, path=json.dumps(str(self._lake))))
-            engine = Engine(stream_file, self._home.path, self._directory / "engine.log")
-            try:
-                self._replicate(engine, shop, uri)
-            finally:
-                if engine.running:
-                    engine.kill()
-            self._say("Folding the changelog with Spark; Postgres compares every row")
-            log, tables = prove_with_spark(uri, self._home, STREAM, self._lake)
-        return Outcome(shop.tally.transactions, time.monotonic() - began, self._killed, log, tuple(tables))
+            rows = shop.fill()
+            self._say(f"A shop of {len(TABLES)} tables and {rows:,} rows at {source.uri('shop')}")
+            engine = self._engine(source.uri("shop"), other.uri("copy"))
+            stack.callback(lambda: engine.kill() if engine.running else None)
+            self._replicate(engine, shop, source.uri("shop"))
+            report = self._prove()
+            changes = self._streams.get_status(STREAM).source.end_seq or 0
+            code = engine.stop()
+            if code != 0:
+                raise self._broken(f"the engine ended with exit code {code}")
+        return Outcome(shop.tally.transactions, changes, time.monotonic() - began, self._killed, report)
+
+    def _engine(self, uri: str, copy: str) -> Engine:
+        log, lake = (json.dumps(str(self._directory / name)) for name in ("log", "lake"))
+        stream_file = self._directory / "shop.yaml"
+        stream_file.write_text(STREAM_FILE.format(uri=uri, log=log, lake=lake, copy=copy))
+        return Engine(stream_file, self._home.path, self._directory / "engine.log")
 
     def _replicate(self, engine: Engine, shop: Shop, uri: str) -> None:
-        watch = Watch(self._home, STREAM, self._lake)
-        self._say("Starting `millstream run` (Spark needs some seconds)")
+        self._say("Starting `millstream run`: full tables first, then every change (Spark needs some seconds)")
         engine.start()
-        self._await(engine, watch, lambda sight: watch.journal_exists, 60, "capture did not start")
-        shop.open_doors()
         closing, failure = threading.Event(), _Failure()
         load = threading.Thread(
             target=failure.guard(lambda: shop.trade(closing, pause=0.002)), name="load", daemon=True
         )
-        with Live(console=self._console, refresh_per_second=4, transient=not self._console.is_terminal) as live:
-            load.start()
-            self._phase = "replicating"
-            self._await(engine, watch, lambda sight: sight.delivered > 0, 90, "nothing was delivered", live, shop)
-            self._watch_for(engine, watch, self._seconds / 2, live, shop)
+        load.start()
+        with Picture(self._console, shop.tally) as picture:
+            watch = _Watch(self, engine, picture)
+            watch.wait("the first rows are on their way", _all_begun, 120)
+            watch.wait_for("every change goes to three targets", self._seconds / 4)
+            self._streams.pause(STREAM, PAUSED)
+            watch.wait_for(f"`millstream pause {STREAM} --target {PAUSED}`: the others flow on", self._seconds / 4)
+            self._streams.resume(STREAM, PAUSED)
+            watch.wait_for(f"`millstream resume`: the {PAUSED} catches up", self._seconds / 4)
             self._killed = engine.kill()
-            self._phase = f"kill -9 of the whole engine ({self._killed} processes), the shop goes on; starting again"
-            before = watch.look().delivered
             engine.start()
-            self._await(engine, watch, lambda sight: sight.delivered > before, 90, "no recovery", live, shop)
-            self._phase = "replicating again, after the crash"
-            self._watch_for(engine, watch, self._seconds / 2, live, shop)
+            started = time.time()
+            text = f"kill -9 of the whole engine ({self._killed} processes); the shop goes on, the engine starts again"
+            watch.wait(text, lambda status: _is_back(status, started), 120)
+            watch.wait_for("back: nothing was lost, nothing comes twice", self._seconds / 4)
             closing.set()
             load.join(30)
             failure.check()
-            self._phase = "the shop is closed; delivering the rest"
-            end = _log_end(uri)
-            delivered: Callable[[Sight], bool] = lambda sight: sight.covered >= end and sight.lag == 0  # noqa: E731
-            self._await(engine, watch, delivered, 120, "the rest was not delivered", live, shop)
-            self._phase = "all delivered"
-            live.update(self._picture(watch, watch.look(), shop))
-        code = engine.stop()
-        if code != 0:
-            raise self._broken(f"the engine ended with exit code {code}")
+            watch.wait("the shop is closed; the rest is delivered", _has_all(_log_end(uri)), 120)
 
-    def _watch_for(self, engine: Engine, watch: Watch, seconds: float, live: Live, shop: Shop) -> None:
-        until = time.monotonic() + seconds
-        self._await(engine, watch, lambda sight: time.monotonic() >= until, seconds + 60, "", live, shop)
+    def _prove(self) -> VerifyReport:
+        self._say(f"`millstream verify {STREAM}`: every row of every table, at each target, against the source")
+        with self._console.status("comparing") as line:
+            return verify(
+                self._home,
+                STREAM,
+                target=None,
+                tables=(),
+                repair=False,
+                observers=Observers(),
+                on_progress=lambda text: line.update(text or "comparing"),
+            )
 
-    def _await(
-        self,
-        engine: Engine,
-        watch: Watch,
-        condition: Callable[[Sight], bool],
-        timeout: float,
-        problem: str,
-        live: Live | None = None,
-        shop: Shop | None = None,
-    ) -> None:
-        """Look four times a second, show it, until the condition holds."""
-        until, tick = time.monotonic() + timeout, threading.Event()
-        while True:
-            sight = watch.look()
-            self._rates.append((time.monotonic(), sight.delivered))
-            if live is not None and shop is not None:
-                live.update(self._picture(watch, sight, shop))
-            if condition(sight):
-                return
-            if not engine.running:
-                raise self._broken("the engine ended by itself")
-            if time.monotonic() > until:
-                raise self._broken(f"{problem} within {timeout:.0f} s")
-            tick.wait(0.25)
-
-    def _picture(self, watch: Watch, sight: Sight, shop: Shop) -> Group:
-        (first, low), (last, high) = self._rates[0], self._rates[-1]
-        rate = (high - low) / (last - first) if last > first else 0.0
-        head = Text.assemble(
-            (self._phase, "bold"),
-            f"\ncommitted {shop.tally.transactions:,} transactions · captured {sight.captured:,} changes · delivered "
-            f"{sight.delivered:,} · {rate:,.0f} changes/s · lag {sight.lag:,}",
-        )
-        table = Table("table", box=None, pad_edge=False, header_style="dim")
-        table.add_column("changes delivered", justify="right")
-        for name in sorted(watch.changes):
-            table.add_row(name, f"{watch.changes[name]:,}")
-        return Group(head, table)
+    def status(self) -> StreamStatus | None:
+        """How the stream is; None while nobody can say."""
+        try:
+            return self._streams.get_status(STREAM)
+        except MillstreamError:
+            return None
 
     def _say(self, message: str) -> None:
-        self._console.print(f"[cyan]•[/] {message}", highlight=False)
+        self._console.print(f"[cyan]•[/] {message}", highlight=False, soft_wrap=True)
 
     def _broken(self, message: str) -> MillstreamError:
         log = self._directory / "engine.log"
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:]) if log.exists() else ""
         return MillstreamError(f"{message}; the end of the engine's log:\n{tail}", hint=f"the whole log is {log}")
+
+
+class _Watch:
+    """Looks at the stream four times a second, and shows it."""
+
+    def __init__(self, play: Play, engine: Engine, picture: Picture) -> None:
+        self._play = play
+        self._engine = engine
+        self._picture = picture
+
+    def wait_for(self, phase: str, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        self.wait(phase, lambda _: time.monotonic() >= until, seconds + 60)
+
+    def wait(self, phase: str, condition: Condition, timeout: float) -> None:
+        until, tick = time.monotonic() + timeout, threading.Event()
+        while True:
+            status = self._play.status()
+            self._picture.show(phase, status)
+            if status is not None and condition(status):
+                return
+            if not self._engine.running:
+                raise self._play._broken("the engine ended by itself")
+            if time.monotonic() > until:
+                raise self._play._broken(f"it took more than {timeout:.0f} s until {phase}")
+            tick.wait(0.25)
 
 
 class _Failure:
@@ -203,8 +210,40 @@ class _Failure:
             raise self._raised
 
 
+def _all_begun(status: StreamStatus) -> bool:
+    """Every target has its full tables, and changes after them."""
+    return all(target.batches > 0 for target in status.targets)
+
+
+def _is_back(status: StreamStatus, since: float) -> bool:
+    fresh = status.reported_at is not None and status.reported_at.timestamp() > since
+    working = (StreamState.RUNNING, StreamState.CATCHING_UP)
+    return fresh and all(target.state in working and target.batches > 0 for target in status.targets)
+
+
+def _has_all(end: int) -> Condition:
+    """Every target has everything up to this position of the source's log."""
+
+    def check(status: StreamStatus) -> bool:
+        covered = status.source.end_position
+        high, _, low = (covered or "0/0").partition("/")
+        return (int(high, 16) << 32) + int(low, 16) >= end and all(target.lag_events == 0 for target in status.targets)
+
+    return check
+
+
 def _log_end(uri: str) -> int:
     """The end of the database's log now, as a number."""
     with psycopg.connect(uri, autocommit=True) as connection:
         row = connection.execute("SELECT (pg_current_wal_lsn() - '0/0'::pg_lsn)::bigint").fetchone()
     return int(row[0]) if row else 0
+
+
+def _need_deltalake() -> None:
+    try:
+        import deltalake  # noqa: F401 - only to see that it is there
+    except ImportError as missing:
+        raise DependencyError(
+            "the demo mirrors into Delta tables, and deltalake is not installed",
+            hint="pip install 'millstream[delta,embedded]'",
+        ) from missing

@@ -7,7 +7,7 @@ Beside the rows, the changelog itself is checked: no gap, no duplicate, transact
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,9 @@ import pyarrow.parquet as pq
 from psycopg import sql
 
 from millstream.engine.home import Home
-from millstream.fold import fold, fold_with_spark
+from millstream.fold import fold
 from millstream.journal import JournalReader
 from millstream.model import Relation
-
-Fold = Callable[[Path, Sequence[str]], pa.Table]
-"""Folds the changelog of one table (its directory, its key) into the table's rows."""
 
 
 @dataclass(frozen=True)
@@ -95,33 +92,8 @@ def plain_rows(folded: pa.Table, columns: Sequence[str]) -> Iterator[dict[str, A
         yield {name: special.get(name, row[name]) for name in columns}
 
 
-def prove_with_spark(uri: str, home: Home, stream: str, path: Path) -> tuple[LogProof, list[TableProof]]:
-    """Prove the changelog below `path`, folding each table in Spark, in a session of its own."""
-    from millstream.spark.session import build_session
-
-    spark = build_session(home.spark_path, app_name="millstream-proof")
-
-    def folded(directory: Path, key: Sequence[str]) -> pa.Table:
-        changes = spark.read.option("mergeSchema", "true").parquet(str(directory))
-        return fold_with_spark(changes, key).toArrow()
-
-    try:
-        return _prove(uri, home, stream, path, folded)
-    finally:
-        spark.stop()
-
-
 def prove_locally(uri: str, home: Home, stream: str, path: Path) -> tuple[LogProof, list[TableProof]]:
-    """The same in this process, without Spark: for tests that prove many times."""
-    return _prove(uri, home, stream, path, lambda directory, key: fold(read_changes(directory), key))
-
-
-def read_changes(directory: Path) -> list[pa.Table]:
-    """Every Parquet file of one table. `ParquetFile` and not the directory: schemas may differ."""
-    return [pq.ParquetFile(file).read() for file in sorted(directory.glob("*.parquet"))]
-
-
-def _prove(uri: str, home: Home, stream: str, path: Path, folded: Fold) -> tuple[LogProof, list[TableProof]]:
+    """Prove the changelog below `path`, in this process."""
     directories = sorted(entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("_"))
     log = check_log([changes for directory in directories for changes in read_changes(directory)])
     relations = latest_relations(home, stream)
@@ -132,13 +104,18 @@ def _prove(uri: str, home: Home, stream: str, path: Path, folded: Fold) -> tuple
             if table in relations and directory in directories:
                 relation = relations[table]
                 columns = [column.name for column in relation.columns]
-                rows = plain_rows(folded(directory, relation.key), columns)
+                rows = plain_rows(fold(read_changes(directory), relation.key), columns)
                 changes = sum(part.num_rows for part in read_changes(directory))
                 proofs.append(compare_table(connection, table, columns, rows, changes))
             else:
                 source_rows = _count(connection, table)
                 proofs.append(TableProof(table, 0, source_rows, 0, missing=source_rows, extra=0))
     return log, proofs
+
+
+def read_changes(directory: Path) -> list[pa.Table]:
+    """Every Parquet file of one table. `ParquetFile` and not the directory: schemas may differ."""
+    return [pq.ParquetFile(file).read() for file in sorted(directory.glob("*.parquet"))]
 
 
 def latest_relations(home: Home, stream: str) -> dict[str, Relation]:

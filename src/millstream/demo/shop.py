@@ -39,6 +39,26 @@ TABLES = ("customers", "products", "orders", "order_items", "prices", "carts", "
 """`visits` has no primary key: it is captured insert-only, and the application may still change it."""
 
 
+_HISTORY = (
+    """INSERT INTO customers (id, name, email, vip, score, born)
+    SELECT i, 'customer ' || md5(i::text), md5(i::text) || '@example.com', i %% 10 = 0,
+        CASE WHEN i %% 100 = 0 THEN 'NaN' ELSE i / 7.0 END,
+        CASE WHEN i %% 150 = 0 THEN 'infinity' ELSE date '1950-01-01' + i %% 20000 END
+    FROM generate_series(1, %(customers)s) i""",
+    """INSERT INTO products SELECT 'P' || i, i %% 500 + 0.99, i %% 300,
+        CASE WHEN i %% 2 = 0 THEN repeat(md5(i::text), 150) END,
+        decode(md5(i::text), 'hex'), jsonb_build_object('colour', md5(i::text), 'weight', i / 3.0)
+    FROM generate_series(1, %(products)s) i""",
+    """INSERT INTO orders SELECT i, 1 + i %% %(customers)s,
+        (ARRAY['placed', 'paid', 'shipped']::order_status[])[1 + i %% 3], i %% 900 + 0.5,
+        timestamptz '2020-01-01' + i * interval '1 minute', timestamp '2020-02-01' + i * interval '1 minute',
+        CASE WHEN i %% 4 = 0 THEN 'note ' || i END
+    FROM generate_series(1, %(orders)s) i""",
+    """INSERT INTO order_items SELECT o.id, line, 'P' || 1 + (o.id + line) %% %(products)s, 1 + line, o.total
+    FROM orders o, generate_series(1, 2) line""",
+)
+
+
 @dataclass
 class Tally:
     """What the load did so far. Written by the load's thread alone."""
@@ -61,6 +81,17 @@ class Shop:
         """Create the tables, without rows: the stream must see every row from its first change on."""
         with psycopg.connect(self._uri, autocommit=True) as connection:
             connection.execute(SCHEMA)
+
+    def fill(self, customers: int = 2_000, products: int = 200, orders: int = 10_000) -> int:
+        """Rows from before anybody looked, as a shop has them that has traded for years. Returns how many."""
+        sizes = {"customers": customers, "products": products, "orders": orders}
+        with psycopg.connect(self._uri) as connection, connection.cursor() as cursor:
+            for statement in _HISTORY:
+                cursor.execute(statement, sizes)
+            cursor.execute("SELECT count(*) FROM order_items")
+            ((items,),) = cursor.fetchall()
+        self._next.update(customer=customers, product=products, order=orders)
+        return int(items) + sum(sizes.values())
 
     def open_doors(self, customers: int = 200, products: int = 50) -> None:
         """Put the first customers and products in, in one transaction."""

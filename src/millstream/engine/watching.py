@@ -50,10 +50,11 @@ class Progress:
     rows: int
 
     def text(self, done: int, seconds: float) -> str:
-        share = min(1.0, done / self.tasks) if self.tasks else 1.0
-        rows = int(self.rows * share)
-        rate = f", {rows / seconds:,.0f} rows/s" if rows and seconds else ""
-        return f"{self.what}: about {rows:,} of {self.rows:,} rows{rate}"
+        done = min(done, self.tasks)
+        parts = f"{self.what}: {done} of {self.tasks} parts"
+        # The server's estimate; of a table that was never analysed it has none.
+        rows = self.rows * done // self.tasks if self.tasks else 0
+        return f"{parts}, about {rows:,} rows, {rows / seconds:,.0f} rows/s" if rows and seconds else parts
 
 
 def _tasks_done(spark: SparkSession, group: str) -> int:
