@@ -10,7 +10,7 @@ export PYTHONPATH := $(CURDIR)/src
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test next bench lint format chaos cluster histories docs types clean
+.PHONY: help setup demo test next bench lint format chaos cluster histories reconnect docs types clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -33,9 +33,15 @@ next: ## Run the short form of the tests on the newest PySpark that is supported
 	@VENV="$(NEXT_VENV)" PYSPARK=$(NEXT_PYSPARK) scripts/setup
 	@"$(NEXT_VENV)/bin/python" -m pytest -m "spark and not chaos" tests
 
+# With RUNS=3 each bench is run three times, every time as a process of its own, for the spread. The results go to
+# BENCH_FILE, a line of JSON each. BENCH_OPTIONS may be --force, or --only NAME.
+RUNS ?= 1
+BENCH_FILE ?= bench.jsonl
+BENCH_OPTIONS ?=
+
 bench: setup ## Measure speed and latency on this machine, against others
 	@bench/debezium/build || true # it says itself what is missing; the other benches need none of it
-	@$(PYTHON_IN_VENV) -m millstream bench
+	@$(PYTHON_IN_VENV) -m millstream.bench.runs "$(BENCH_FILE)" --runs $(RUNS) $(BENCH_OPTIONS)
 
 lint: setup ## Check style, format and types
 	@$(PYTHON_IN_VENV) -m ruff check
@@ -55,6 +61,9 @@ cluster: setup ## Run a stream on a standalone cluster, and kill executors and w
 histories: setup ## Mirror many random histories into another Postgres, and compare
 	@MILLSTREAM_HISTORIES=100 $(PYTHON_IN_VENV) -m pytest tests/integration/test_postgres_target.py
 
+reconnect: setup ## Come back to a server that keeps 5 GB of log for a paused target
+	@MILLSTREAM_WAL_GB=$${MILLSTREAM_WAL_GB:-5} $(PYTHON_IN_VENV) -m pytest -s tests/integration/test_reconnect.py
+
 docs: setup ## Make the pages that are made from the code
 	@$(PYTHON_IN_VENV) -m millstream.sources.postgres.typedoc > docs/types/postgres.md
 
@@ -63,5 +72,5 @@ types: setup ## Try every type on every server, and write the matrix of what is 
 		$(PYTHON_IN_VENV) -m pytest tests/integration/test_types_*.py
 
 clean: ## Remove what set-up, tests and runs have left in this directory
-	rm -rf .venv .venv.lock .venv-* .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist src/*.egg-info
+	rm -rf bench.jsonl .venv .venv.lock .venv-* .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -131,7 +131,7 @@ def test_drain_is_checked_to_the_last_row(
 
     monkeypatch.setattr(drain, "parts", lambda rows: (FEW,))
     monkeypatch.setattr(drain, "rig", same)
-    monkeypatch.setattr(drain, "_warm_up", lambda *_: None)
+    monkeypatch.setattr(drain, "warm_up", lambda *_: None)
     monkeypatch.setattr(debezium, "missing", lambda: None)
     monkeypatch.setattr(debezium, "name", lambda: "Debezium")
     stand_in(tmp_path, monkeypatch, r"2000000000\t1500000000\t180\t90\t30")

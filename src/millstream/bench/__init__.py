@@ -21,11 +21,12 @@ DECODE_MUST = 8.0
 
 @dataclass(frozen=True)
 class Bench:
-    """One measurement. `options` are those of `Settings` that mean something to it."""
+    """One measurement. `options` are those of `Settings` that mean something to it, `targets` the kinds it knows."""
 
     run: Callable[[Settings], Json]
     what: str
     options: frozenset[str] = frozenset()
+    targets: tuple[str, ...] = ()
 
 
 def _decode(settings: Settings) -> Json:
@@ -63,9 +64,27 @@ BENCHES: Mapping[str, Bench] = {
     "decode": Bench(_decode, "row messages to typed columns, on one core", frozenset({"rows"})),
     "capture": Bench(_of("capture"), "slot to journal", frozenset({"rows", "repeat", "bulk", "open_transaction"})),
     "lookup": Bench(_of("lookup"), "places in the index of a journal of 100 GB, cold and warm"),
-    "drain": Bench(_of("drain"), "slot to Parquet through Spark", frozenset({"rows", "repeat", "debezium"})),
+    "drain": Bench(
+        _of("drain"),
+        "slot to Parquet, or into mirrors, through Spark",
+        frozenset({"rows", "repeat", "debezium", "target", "keys"}),
+        ("files", "delta", "postgres"),
+    ),
     "fanout": Bench(_of("drain", "run_fanout"), "the same to three targets", frozenset({"rows", "repeat"})),
-    "latency": Bench(_of("latency"), "commit to visible file", frozenset({"seconds", "repeat"})),
+    "latency": Bench(
+        _of("latency"),
+        "commit to where it can be read",
+        frozenset({"seconds", "repeat", "target"}),
+        ("files", "postgres"),
+    ),
+    "tables": Bench(
+        _of("tables"),
+        "a hundred tables, ten changes a second each",
+        frozenset({"seconds", "target"}),
+        ("delta", "postgres"),
+    ),
+    "isolation": Bench(_of("isolation"), "beside a target that hangs, and a slow one", frozenset({"seconds"})),
+    "quiet": Bench(_of("quiet"), "a stream to which nothing happens", frozenset({"seconds"})),
 }
 
 ALL: tuple[tuple[str, Mapping[str, Any]], ...] = (
@@ -77,5 +96,13 @@ ALL: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("drain", {}),
     ("fanout", {}),
     ("latency", {}),
+    ("drain", {"target": "delta"}),
+    ("drain", {"target": "postgres"}),
+    ("drain", {"target": "postgres", "keys": 1_000_000}),
+    ("latency", {"target": "postgres"}),
+    ("tables", {"target": "delta"}),
+    ("tables", {"target": "postgres"}),
+    ("isolation", {}),
+    ("quiet", {}),
 )
 """What `millstream bench` runs, in this order, each with options of its own."""

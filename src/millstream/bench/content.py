@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from millstream.bench.mix import TABLES
 from millstream.bench.recvlogical import EPOCH_2000_US
-from millstream.bench.rig import WARM, Backlog, Connection
+from millstream.bench.rig import Backlog, Connection
 from millstream.demo.proof import check_log
 from millstream.fold import Inconsistent, fold
 from millstream.journal import JournalReader, open_slice
@@ -27,7 +27,7 @@ STEP = 50_000
 def journal_equals(journal: Path, backlog: Backlog) -> bool:
     """Every row message, in order, byte for byte, and every transaction's position, time and id."""
     rows, transactions, count = hashlib.sha256(), hashlib.sha256(), 0
-    for batch in _in_order(journal, backlog.goal):
+    for batch in _in_order(journal, SeqRange(backlog.warm, backlog.goal)):
         count += batch.num_rows
         rows.update(_bytes(batch.column("payload")))
         transactions.update(_begins(batch))
@@ -51,15 +51,59 @@ def changelog_equals(directory: Path, connection: Connection, changes: int) -> b
         return False
 
 
-def _in_order(journal: Path, goal: int) -> Iterator[pa.RecordBatch]:
+def lake_equals(directory: Path, connection: Connection, tables: Sequence[str] = TABLES) -> bool:
+    """Whether Delta mirrors have the rows that the tables have now, value by value."""
+    from deltalake import DeltaTable
+
+    for table in tables:
+        found = DeltaTable(str(directory / table)).to_pyarrow_table()
+        found = found.select([name for name in found.column_names if not name.startswith("_ms_")])
+        expected = _source_rows(connection, table, found.schema)
+        if not found.sort_by("id").combine_chunks().equals(expected.combine_chunks()):
+            return False
+    return True
+
+
+def copies_equal(source: Connection, copy: Connection, tables: Sequence[str] = TABLES) -> bool:
+    """Whether tables of two databases have the same rows, by the servers' own text of all of the source's columns."""
+    return all(
+        _digest(source, table, names) == _digest(copy, table, names) for table, names in _columns(source, tables)
+    )
+
+
+def _columns(connection: Connection, tables: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for table in tables:
+        row = connection.execute(
+            "SELECT string_agg(quote_ident(attname), ', ' ORDER BY attnum) FROM pg_attribute "
+            "WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped",
+            (table,),
+        ).fetchone()
+        assert row is not None  # noqa: S101 - an aggregate has a row
+        yield table, row[0]
+
+
+def _digest(connection: Connection, table: str, names: str) -> str:
+    """SHA-256 of a table's rows in order of their key; of nothing, if there is no such table."""
+    found = hashlib.sha256()
+    with connection.cursor() as cursor:
+        cursor.execute("SET TimeZone = 'UTC'")
+        if cursor.execute("SELECT to_regclass(%s) IS NOT NULL", (table,)).fetchone() != (True,):
+            return ""
+        with cursor.copy(f"COPY (SELECT {names} FROM {table} ORDER BY id) TO STDOUT".encode()) as copy:
+            for block in copy:
+                found.update(block)
+    return found.hexdigest()
+
+
+def _in_order(journal: Path, backlog: SeqRange) -> Iterator[pa.RecordBatch]:
     """The rows of the backlog by seq, some at a time. Nothing when the journal does not end where it should."""
     locations = [str(journal)]
     reader = JournalReader(locations)
     head = reader.head()
-    if head is None or head.seq != goal:
+    if head is None or head.seq != backlog.end:
         return
-    for start in range(WARM, goal, STEP):
-        span = SeqRange(start, min(start + STEP, goal))
+    for start in range(backlog.start, backlog.end, STEP):
+        span = SeqRange(start, min(start + STEP, backlog.end))
         batch = pa.concat_batches([open_slice(piece, locations, span) for piece in reader.slices(span)])
         yield batch.take(pc.sort_indices(batch.column("seq")))
 

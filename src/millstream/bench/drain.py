@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 
 from millstream.bench import content, debezium, profile, recvlogical, stream
 from millstream.bench.frame import BASELINE, OURS, Settings, Taken, Way, alternate, result
 from millstream.bench.mix import Part, parts
 from millstream.bench.processes import engine_cpu, spent
-from millstream.bench.rig import PUBLICATION, SLOT, SOURCE, WARM, Backlog, Rig, rig
+from millstream.bench.rig import PUBLICATION, SLOT, SOURCE, Backlog, Connection, Rig, rig
 from millstream.engine.home import Home
+from millstream.errors import ConfigError
 from millstream.model import Json
 
 CHANGES = 1_000_000
@@ -18,12 +20,18 @@ MUST = 1.5
 FANOUT_MUST = 1.0
 FANOUT_TARGETS = 3
 RIVAL = "Debezium"
-BATCH = '{"max_ms": "200ms"}'
+BATCH: Json = {"max_ms": "200ms"}
 """Files wait five seconds by default, or for 16 MiB; a backlog fills batches by itself, and its rest need not wait."""
 
 
 def run(settings: Settings) -> Json:
     """One target; and Debezium beside us, where it can be had."""
+    if settings.target != "files":
+        from millstream.bench import mirrors
+
+        return mirrors.run(settings)
+    if settings.keys is not None:
+        raise ConfigError("--keys is for mirrors", hint="add --target delta or --target postgres")
     return _run("drain", settings, targets=1, must=MUST, rival=settings.debezium)
 
 
@@ -47,12 +55,12 @@ def _run(name: str, settings: Settings, *, targets: int, must: float, rival: boo
         ways: dict[str, Way] = {BASELINE: baseline, OURS: ours}
         if rival:
             ways |= _rival(made, settings, stack)
-        _warm_up(ways, mix[-1], settings)
+        warm_up(ways, mix[-1], settings)
         rounds = alternate(mix, settings, ways)
         settings.steps.step("where the time goes")
         # The last run of ours was on the last part, and has left its journal.
         journal = Home(made.directory / "run" / "home").journal_path(SOURCE)
-        last = profile.of(rounds, mix[-1].name, journal, made.of(mix[-1]).goal, made.scratch("profile"))
+        last = profile.of(rounds, made.of(mix[-1]), journal, made.scratch("profile"))
     found = result(name, rounds, baseline=recvlogical.NAME, must=must) | {"profile": last}
     if RIVAL in ways:
         named = debezium.name()
@@ -60,7 +68,7 @@ def _run(name: str, settings: Settings, *, targets: int, must: float, rival: boo
     return found
 
 
-def _warm_up(ways: Mapping[str, Way], part: Part, settings: Settings) -> None:
+def warm_up(ways: Mapping[str, Way], part: Part, settings: Settings) -> None:
     """One drain that does not count, for those who run on a JVM."""
     for name, way in ways.items():
         if name != BASELINE:
@@ -79,31 +87,47 @@ def _rival(made: Rig, settings: Settings, stack: ExitStack) -> dict[str, Way]:
 
 
 def drain(made: Rig, backlog: Backlog, targets: int) -> Taken:
-    """Time from capture's connection to the server until the last batch of the last target is visible."""
+    """A drain into so many directories of Parquet, each of which must have everything."""
     scratch = made.scratch("run")
+    lakes = {f"lake{number}": scratch / f"lake{number}" for number in range(1, targets + 1)}
+
+    def equal(connection: Connection) -> bool:
+        return all(content.changelog_equals(lake, connection, backlog.goal) for lake in lakes.values())
+
+    return deliver(scratch, backlog, {name: stream.files(lake, BATCH) for name, lake in lakes.items()}, equal)
+
+
+def deliver(
+    scratch: Path,
+    backlog: Backlog,
+    targets: Mapping[str, Json],
+    equal: Callable[[Connection], bool],
+    ready: Callable[[], None] = lambda: None,
+) -> Taken:
+    """Time from capture's connection to the server until the last batch of the last target is visible.
+
+    `ready` is called before the clock starts; `equal` at the end, with a connection to the source.
+    """
     home = Home(scratch / "home").create()
     journal = home.journal_path(SOURCE)
-    lakes = {f"lake{number}": scratch / f"lake{number}" for number in range(1, targets + 1)}
-    arrivals = stream.Arrivals(list(lakes))
-    options = {"slot": SLOT, "publication": PUBLICATION}
-    file = stream.stream_file(scratch, backlog.uri, options, lakes, BATCH)
+    arrivals = stream.Arrivals(list(targets))
+    file = stream.stream_file(scratch, backlog.uri, {"slot": SLOT, "publication": PUBLICATION}, targets)
     seconds, cpu = 0.0, {}
     with backlog.cut_off(journal) as line, backlog.connect() as connection:
 
         def conduct() -> None:
             nonlocal seconds, cpu
             # The stream has delivered before, and now waits for its server: nothing of its start is in the way.
-            arrivals.await_seq(WARM)
+            arrivals.await_seq(backlog.warm)
+            ready()
             before = engine_cpu() | {"server": backlog.server_cpu()}
             began = line.restore()
             seconds = arrivals.await_seq(backlog.goal) - began
             cpu = spent(before, engine_cpu() | {"server": backlog.server_cpu()})
 
         stream.run(file, home, arrivals, conduct)
-        equal = content.journal_equals(journal, backlog) and all(
-            content.changelog_equals(lake, connection, backlog.goal) for lake in lakes.values()
-        )
-    return Taken(seconds, equal, cpu, _extra(arrivals))
+        exact = content.journal_equals(journal, backlog) and equal(connection)
+    return Taken(seconds, exact, cpu, _extra(arrivals))
 
 
 def _extra(arrivals: stream.Arrivals) -> Json:

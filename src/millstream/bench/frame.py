@@ -52,6 +52,8 @@ class Settings:
     bulk: bool = False
     open_transaction: bool = False
     debezium: bool = True
+    target: str = "files"
+    keys: int | None = None
 
 
 @dataclass(frozen=True)

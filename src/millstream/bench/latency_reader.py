@@ -1,8 +1,9 @@
 """The second process of the latency bench: it looks, again and again, and writes down when it saw what.
 
-`python -m millstream.bench.latency_reader names DIRECTORY` sees the names of files that appear in a directory,
-`... length FILE` how long a file is. Nothing else is read, so that looking costs next to nothing. When its standard
-input ends it prints one JSON list of `[name or length, Unix time]`.
+`python -m millstream.bench.latency_reader names DIRECTORY` sees the numbers by which files that appear in a
+directory are called, `... length FILE` how long a file is, `... cursor URI` the cursor in a database. Nothing else is
+read, so that looking costs next to nothing. When its standard input ends it prints one JSON list of
+`[number, Unix time]`.
 """
 
 from __future__ import annotations
@@ -18,49 +19,72 @@ from pathlib import Path
 EVERY = 0.002
 """Seconds between two looks: the most that a figure is too high by."""
 
-Look = Callable[[], list[str | int]]
+Look = Callable[[], list[int]]
 
 
-def names(directory: Path) -> Look:
-    """The whole files that are new in a directory since the last look."""
+def names(directory: str) -> Look:
+    """The numbers of the whole files that are new in a directory since the last look."""
     seen: set[str] = set()
 
-    def look() -> list[str | int]:
+    def look() -> list[int]:
         try:
             fresh = {entry.name for entry in os.scandir(directory) if entry.name.endswith(".json")} - seen
         except FileNotFoundError:
             return []
         seen.update(fresh)
-        return list(fresh)
+        return [int(name.removesuffix(".json")) for name in fresh]
 
     return look
 
 
-def length(file: Path) -> Look:
+def length(file: str) -> Look:
     """The length of a file, if it is another than at the last look."""
+
+    def now() -> int:
+        try:
+            return Path(file).stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    return _grown(now)
+
+
+def cursor(uri: str) -> Look:
+    """The cursor that stands in a target database, if it has moved since the last look."""
+    import psycopg
+
+    connection = psycopg.connect(uri, autocommit=True)
+    there = False
+
+    def now() -> int:
+        nonlocal there
+        if not there:
+            row = connection.execute("SELECT to_regclass('_millstream.cursors') IS NOT NULL").fetchone()
+            there = row == (True,)
+        found = connection.execute("SELECT max(seq) FROM _millstream.cursors").fetchone() if there else None
+        return (found[0] or 0) if found else 0
+
+    return _grown(now)
+
+
+def _grown(now: Callable[[], int]) -> Look:
     seen = 0
 
-    def look() -> list[str | int]:
+    def look() -> list[int]:
         nonlocal seen
-        try:
-            now = file.stat().st_size
-        except FileNotFoundError:
-            return []
-        if now == seen:
-            return []
-        seen = now
-        return [now]
+        before, seen = seen, now()
+        return [] if seen == before else [seen]
 
     return look
 
 
-WAYS: dict[str, Callable[[Path], Look]] = {"names": names, "length": length}
+WAYS: dict[str, Callable[[str], Look]] = {"names": names, "length": length, "cursor": cursor}
 
 
-def main(way: str, path: Path) -> None:
+def main(way: str, what: str) -> None:
     """Look until standard input ends, and once more."""
-    look = WAYS[way](path)
-    found: list[tuple[str | int, float]] = []
+    look = WAYS[way](what)
+    found: list[tuple[int, float]] = []
     over = False
     while not over:
         over = bool(select.select([sys.stdin], [], [], EVERY)[0])
@@ -71,4 +95,4 @@ def main(way: str, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2])

@@ -11,6 +11,10 @@ only that it has not changed. The load is written inside the server, set by set 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from millstream.bench.rig import Connection
 
 SCHEMA_NAME = "bench"
 TABLES = tuple(f"{SCHEMA_NAME}.mix{number}" for number in range(1, 6))
@@ -46,10 +50,49 @@ def parts(changes: int) -> tuple[Part, ...]:
     return Part(1, third), Part(20, third), Part(min(LARGEST, third), third)
 
 
+class Load(Protocol):
+    """What is written into a bench's tables, always the same way."""
+
+    @property
+    def warm(self) -> int:
+        """Changes before the backlog: `fill`, and a round of cycles in one transaction."""
+
+    @property
+    def schema(self) -> str:
+        """SQL of the tables, and of what writes into them."""
+
+    def fill(self, connection: Connection) -> None:
+        """Rows that are there before the first cycle."""
+
+    def write(self, connection: Connection, transaction: int, first: int, last: int) -> None:
+        """These cycles, in transactions of so many changes."""
+
+
+class Mix:
+    """The mix: tables that grow from nothing."""
+
+    warm = ROUND
+
+    @property
+    def schema(self) -> str:
+        return schema()
+
+    def fill(self, connection: Connection) -> None:
+        """Nothing."""
+
+    def write(self, connection: Connection, transaction: int, first: int, last: int) -> None:
+        connection.execute(f"CALL {SCHEMA_NAME}.load(%s, %s, %s)".encode(), (transaction, first, last))
+
+
 def schema() -> str:
     """Tables, and the procedures: `bench.load(transaction, first cycle, last cycle)` writes as fast as it can,
     `bench.trickle(first cycle, last cycle, transactions a second)` keeps a pace."""
-    return "\n".join([f"CREATE SCHEMA {SCHEMA_NAME};", *map(_table, TABLES), *_verbs(), _LOAD])
+    return "\n".join([tables(), *_verbs(), _LOAD])
+
+
+def tables() -> str:
+    """The tables alone."""
+    return "\n".join([f"CREATE SCHEMA {SCHEMA_NAME};", *map(_table, TABLES)])
 
 
 def _table(name: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from millstream.bench.frame import OURS, Round
-from millstream.bench.rig import WARM
+from millstream.bench.rig import Backlog
 from millstream.changelog import assemble
 from millstream.journal import JournalReader
 from millstream.model import Json, Relation, SeqRange
@@ -27,8 +27,9 @@ STEP = 100_000
 """Changes taken at a time: about what a batch holds."""
 
 
-def of(rounds: Sequence[Round], part: str, journal: Path, goal: int, scratch: Path) -> Json:
+def of(rounds: Sequence[Round], backlog: Backlog, journal: Path, scratch: Path) -> Json:
     """Microseconds of processor time per change: processes as they were in the part's runs, steps as they are here."""
+    part = backlog.part.name
     runs = [one for one in rounds if one.part == part]
     rows = runs[0].rows
 
@@ -37,7 +38,7 @@ def of(rounds: Sequence[Round], part: str, journal: Path, goal: int, scratch: Pa
         return round(seconds / rows * 1e6, 2)
 
     processes = {process: used(process) for process in ("server", "capture", "workers", "jvm", "driver")}
-    return {"part": part, "unit": "us/change", "processes": processes, "task": _task(journal, goal, scratch)}
+    return {"part": part, "unit": "us/change", "processes": processes, "task": _task(journal, backlog, scratch)}
 
 
 class _Clock:
@@ -54,14 +55,14 @@ class _Clock:
         self._at = now
 
 
-def _task(journal: Path, goal: int, scratch: Path) -> Mapping[str, float]:
+def _task(journal: Path, backlog: Backlog, scratch: Path) -> Mapping[str, float]:
     """Deliver the backlog once more, as tasks do it, into files that nobody reads."""
     reader = JournalReader([str(journal)])
     prefix = reader.header().event_prefix
     stager = FilesStager(str(scratch), 1, FilesOptions.model_fields["compression"].default)
     clock = _Clock()
-    for start in range(WARM, goal, STEP):
-        span = SeqRange(start, min(start + STEP, goal))
+    for start in range(backlog.warm, backlog.goal, STEP):
+        span = SeqRange(start, min(start + STEP, backlog.goal))
         slices = [(piece, span) for piece in sorted(reader.slices(span), key=lambda piece: piece.relation)]
         opener = Opener(reader.locations, slices)
         for number, group in groupby(slices, key=lambda one: one[0].relation):
@@ -69,7 +70,7 @@ def _task(journal: Path, goal: int, scratch: Path) -> Mapping[str, float]:
             changes = _decoded(relation, number, prefix, Rows(opener, None, group), clock)
             stager.stage(relation, number, changes, Attempt(0, start))
             clock.lap("write")
-    return {step: round(seconds / (goal - WARM) * 1e6, 2) for step, seconds in clock.spent.items()}
+    return {step: round(seconds / backlog.part.changes * 1e6, 2) for step, seconds in clock.spent.items()}
 
 
 def _decoded(

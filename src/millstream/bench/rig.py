@@ -3,8 +3,8 @@
 Each part of the mix has a server of its own, whose log ends with the part's last change, and in it:
 
     origin     a slot from before the first change; never read
-    base       a slot from after the first round of changes; never read. What follows is the *backlog*
-    journal    a journal that has the first round already, made by the real capture process
+    base       a slot from after the first changes of the load; never read. What follows is the *backlog*
+    journal    a journal that has those first changes already, made by the real capture process
 
 So every run begins in the same place: a copy of `base` for others, a copy of `origin` under the name that the
 journal knows, and a copy of that journal, for us. A stream that stands at the journal's end is one that ran, lost
@@ -23,7 +23,7 @@ from typing import Any, Self, TypeVar
 
 import psycopg
 
-from millstream.bench.mix import CYCLE, ROUND, SCHEMA_NAME, Part, schema
+from millstream.bench.mix import CYCLE, ROUND, SCHEMA_NAME, Load, Mix, Part
 from millstream.bench.processes import cpu_seconds
 from millstream.demo.engine import descendants
 from millstream.embedded import EmbeddedPostgres, server_directory
@@ -39,8 +39,6 @@ from millstream.sources.postgres.source import PostgresSource
 SOURCE = "bench"
 SLOT = "millstream_bench"
 PUBLICATION = "millstream_bench"
-WARM = ROUND
-"""Changes before the backlog: one cycle of each table, in one transaction."""
 CPU_NOISE = 0.025
 """Processor seconds that an idle server may use between two looks."""
 LONGEST = 1800.0
@@ -83,6 +81,8 @@ class Backlog:
     end: str
     """The end of the log after the last change."""
     reference: Reference
+    warm: int
+    """The seq of the last change before the backlog."""
 
     @property
     def uri(self) -> str:
@@ -91,7 +91,7 @@ class Backlog:
     @property
     def goal(self) -> int:
         """The seq of the last change in our journal."""
-        return WARM + self.part.changes
+        return self.warm + self.part.changes
 
     def connect(self) -> Connection:
         return psycopg.connect(self.uri, autocommit=True)
@@ -193,12 +193,18 @@ class Rig:
 
 @contextmanager
 def rig(
-    parts: tuple[Part, ...], tell: Callable[[str], None] = lambda _: None, *, open_transaction: bool = False
+    parts: tuple[Part, ...],
+    tell: Callable[[str], None] = lambda _: None,
+    *,
+    load: Load | None = None,
+    open_transaction: bool = False,
+    at_base: Callable[[Part, Connection], None] = lambda part, connection: None,
 ) -> Iterator[Rig]:
     """Start a server per part, write the part into its slots; stop them and remove everything at the end.
 
     With `open_transaction`, a transaction that has written is open on each server from before the backlog until
-    the end: the server must then keep, and read again, what lies behind it.
+    the end: the server must then keep, and read again, what lies behind it. `at_base` is called before each backlog
+    is written.
     """
     with ExitStack() as stack:
         directory = server_directory("millstream-bench-")
@@ -208,8 +214,8 @@ def rig(
             tell(f"writing {part.changes:,} changes in {part.name}")
             home = directory / f"part{number}"
             server = stack.enter_context(EmbeddedPostgres(home / "data", settings=SETTINGS))
-            holding = stack if open_transaction else None
-            made.backlogs[part.name] = _backlog(server, part, home, holding)
+            backlog = _Backlog(server, part, home, load or Mix())
+            made.backlogs[part.name] = backlog.write(stack if open_transaction else None, at_base)
         yield made
 
 
@@ -223,28 +229,42 @@ def await_value(look: Callable[[], T | None], what: str, *, seconds: float = LON
     return found
 
 
-def await_true(met: Callable[[], bool], what: str, *, seconds: float = LONGEST) -> None:
+def await_true(met: Callable[[], bool], what: str, *, seconds: float = LONGEST, every: float = 0.005) -> None:
     """Look until it holds."""
-    await_value(lambda: met() or None, what, seconds=seconds)
+    await_value(lambda: met() or None, what, seconds=seconds, every=every)
 
 
-def _backlog(server: EmbeddedPostgres, part: Part, directory: Path, holding: ExitStack | None) -> Backlog:
-    uri = server.uri()
-    with psycopg.connect(uri, autocommit=True) as connection:
-        connection.execute(schema().encode())
-        prepare(uri, "origin")
-        _load(connection, WARM, 1, WARM // CYCLE)
-        with _copied(connection, "origin", SLOT):
-            position = _first_journal(uri, directory / "journal")
-        connection.execute("SELECT pg_copy_logical_replication_slot('origin', 'base')")
-        connection.execute("SELECT pg_replication_slot_advance('base', '0/0'::pg_lsn + %s::numeric)", (position,))
-        if holding is not None:
-            _hold_open(uri, holding)
-        end = _load(connection, part.transaction, WARM // CYCLE + 1, WARM // CYCLE + part.cycles)
-        reference = _reference(connection, "base")
-    if reference.changes != part.changes:
-        raise BenchFailed(f"the load wrote {reference.changes} changes where {part.changes} were asked for")
-    return Backlog(server, part, directory, end, reference)
+@dataclass(frozen=True)
+class _Backlog:
+    """A backlog in the making."""
+
+    server: EmbeddedPostgres
+    part: Part
+    directory: Path
+    load: Load
+
+    def write(self, holding: ExitStack | None, at_base: Callable[[Part, Connection], None]) -> Backlog:
+        uri, first = self.server.uri(), ROUND // CYCLE
+        with psycopg.connect(uri, autocommit=True) as connection:
+            # What the log holds is the same; only the load need not wait for the disk at each commit.
+            connection.execute("SET synchronous_commit = off")
+            connection.execute(self.load.schema.encode())
+            prepare(uri, "origin")
+            self.load.fill(connection)
+            self.load.write(connection, ROUND, 1, first)
+            with _copied(connection, "origin", SLOT):
+                position = _first_journal(uri, self.directory / "journal", self.load.warm)
+            connection.execute("SELECT pg_copy_logical_replication_slot('origin', 'base')")
+            connection.execute("SELECT pg_replication_slot_advance('base', '0/0'::pg_lsn + %s::numeric)", (position,))
+            at_base(self.part, connection)
+            if holding is not None:
+                _hold_open(uri, holding)
+            self.load.write(connection, self.part.transaction, first + 1, first + self.part.cycles)
+            end = _settled_end(connection)
+            reference = _reference(connection, "base")
+        if reference.changes != self.part.changes:
+            raise BenchFailed(f"the load wrote {reference.changes} changes where {self.part.changes} were asked for")
+        return Backlog(self.server, self.part, self.directory, end, reference, self.load.warm)
 
 
 def _source(uri: str, **options: Any) -> SourceSpec:
@@ -261,17 +281,17 @@ def prepare(uri: str, slot: str) -> None:
         source.close()
 
 
-def _first_journal(uri: str, journal: Path) -> int:
-    """Capture the first round; returns the position after it."""
+def _first_journal(uri: str, journal: Path, goal: int) -> int:
+    """Capture the first changes; returns the position after them."""
     supervisor = Supervisor(CaptureOrder(_source(uri), journal), Observers())
     supervisor.start()
     try:
-        await_true(lambda: _seq(journal, supervisor) >= WARM, "the first changes", seconds=60)
+        await_true(lambda: _seq(journal, supervisor) >= goal, "the first changes", seconds=300)
     finally:
         supervisor.stop()
     head = JournalReader([str(journal)]).head()
-    if head is None or head.seq != WARM:
-        raise BenchFailed(f"the first journal ends at seq {head.seq if head else None}, not at {WARM}")
+    if head is None or head.seq != goal:
+        raise BenchFailed(f"the first journal ends at seq {head.seq if head else None}, not at {goal}")
     return head.resume_position
 
 
@@ -284,11 +304,8 @@ def _seq(journal: Path, supervisor: Supervisor) -> int:
     return head.seq if head else 0
 
 
-def _load(connection: Connection, transaction: int, first: int, last: int) -> str:
-    """Write these cycles and let the server's disk have them; returns the end of the log after them."""
-    # What the log holds is the same; only the load need not wait for the disk at each commit.
-    connection.execute("SET synchronous_commit = off")
-    connection.execute(f"CALL {SCHEMA_NAME}.load(%s, %s, %s)".encode(), (transaction, first, last))
+def _settled_end(connection: Connection) -> str:
+    """Let the server's disk have everything; returns the end of the log before that."""
     row = connection.execute("SELECT pg_current_wal_insert_lsn()::text").fetchone()
     connection.execute("CHECKPOINT")
     assert row is not None  # noqa: S101 - the log has an end

@@ -18,6 +18,7 @@ from millstream.config import load_streams
 from millstream.engine.home import Home
 from millstream.engine.runner import Runner
 from millstream.errors import BenchFailed
+from millstream.model import Json
 from millstream.observe import Event, Level, Observers
 from millstream.spark.session import active_session, build_session
 
@@ -69,13 +70,17 @@ class Arrivals:
             return max(self._at.values())
 
 
-def stream_file(path: Path, uri: str, options: Mapping[str, Any], targets: Mapping[str, Path], batch: str) -> Path:
-    """A stream of the bench's tables to some directories."""
+def files(path: Path, batch: Json | None = None) -> Json:
+    """A target of Parquet files. Without `batch`, batches are cut as they are by default."""
+    return {"kind": "files", "path": str(path)} | ({"batch": batch} if batch else {})
+
+
+def stream_file(path: Path, uri: str, options: Mapping[str, Any], targets: Mapping[str, Json]) -> Path:
+    """A stream of the bench's tables to some targets, each with its keys as a stream file has them."""
     source = {"kind": "postgres", "name": SOURCE, "uri": uri, "tables": ["bench.*"], **options}
-    listed = [{"name": name, "kind": "files", "path": str(where)} for name, where in targets.items()]
+    listed = [{"name": name, **keys} for name, keys in targets.items()]
     file = path / "bench.yaml"
-    text = STREAM_FILE.format(source=json.dumps(source), targets=json.dumps(listed))
-    file.write_text(text.replace('"kind": "files",', f'"kind": "files", "batch": {batch},'))
+    file.write_text(STREAM_FILE.format(source=json.dumps(source), targets=json.dumps(listed)))
     return file
 
 

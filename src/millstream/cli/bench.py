@@ -13,15 +13,28 @@ if TYPE_CHECKING:
     from millstream.model import Json as Result
 
 
+def _count(text: str) -> int:
+    """A number, with `k` for thousands or `M` for millions."""
+    factor = {"k": 1_000, "M": 1_000_000}.get(text[-1:])
+    number = text[:-1] if factor else text
+    if not number.isdigit():
+        raise typer.BadParameter(f"{text!r} is no number: 5000, 100k, 1M")
+    return int(number) * (factor or 1)
+
+
 def bench(
     name: Annotated[str | None, typer.Argument(help="Which one; without a name, all of them.")] = None,
     rows: Annotated[int | None, typer.Option(min=1, max=10_000_000, help="How many changes.")] = None,
     repeat: Annotated[int | None, typer.Option(min=1, help="How often each way is run; medians count.")] = None,
-    seconds: Annotated[float | None, typer.Option(min=0.5, help="How long the load of `latency` runs.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=0.5, help="How long a bench that waits does so.")] = None,
     bulk: Annotated[bool, typer.Option("--bulk", help="`capture` by bulk reading instead of streaming.")] = False,
     open_transaction: Annotated[
         bool, typer.Option("--open-transaction", help="`capture` while a transaction is open all the time.")
     ] = False,
+    target: Annotated[str | None, typer.Option(help="What `drain`, `latency` and `tables` deliver to.")] = None,
+    keys: Annotated[
+        int | None, typer.Option(parser=_count, metavar="N", help="How many keys a mirror has: `100k`, `1M`.")
+    ] = None,
     no_debezium: Annotated[bool, typer.Option("--no-debezium", help="Leave Debezium out of `drain`.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Measure on a busy machine; the result says so.")] = False,
     json: Json = False,
@@ -40,6 +53,8 @@ def bench(
         "bulk": bulk or None,
         "open_transaction": open_transaction or None,
         "debezium": False if no_debezium else None,
+        "target": target,
+        "keys": keys,
     }
     chosen = {option: value for option, value in given.items() if value is not None}
     _refuse_strangers(name, chosen)
@@ -61,10 +76,13 @@ def _refuse_strangers(name: str | None, chosen: Mapping[str, object]) -> None:
     for option in chosen:
         knowing = [one for one, bench in BENCHES.items() if option in bench.options]
         flag = {"debezium": "no-debezium"}.get(option, option.replace("_", "-"))
-        if name is None and option in ("bulk", "open_transaction"):
+        if name is None and option in ("bulk", "open_transaction", "target", "keys"):
             raise typer.BadParameter(f"--{flag} needs the name of a bench: {', '.join(knowing)}")
         if name is not None and name not in knowing:
             raise typer.BadParameter(f"--{flag} means nothing to {name}, only to {', '.join(knowing)}")
+    if name is not None and "target" in chosen and chosen["target"] not in BENCHES[name].targets:
+        known = ", ".join(BENCHES[name].targets)
+        raise typer.BadParameter(f"{name} knows no target {chosen['target']}, only {known}", param_hint="--target")
 
 
 def _print(results: list[Result], *, alone: bool, json: bool) -> None:

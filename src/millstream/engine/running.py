@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 TICK = 0.1
+IDLE_TICK = 0.5
+"""Seconds after which the ticker looks although no cursor has moved: positions without rows move once a second."""
 PLAN_GRACE = 60.0
 """Seconds a superseded segment outlives the start of the oldest batch that may refer to it."""
 
@@ -386,7 +388,7 @@ class RunningStreams:
 
     def _tick_on(self) -> None:
         while not self._over.is_set():
-            self._wake.wait(TICK)
+            self._wake.wait(min(IDLE_TICK, max(TICK, self._shortest_interval() / 2000)))
             self._wake.clear()
             try:
                 self.acknowledge()
@@ -413,12 +415,15 @@ class RunningStreams:
 
     def report(self, everyone: StreamState | None = None, *, due: bool = False) -> None:
         """Write down how things are; with `due`, as often as the shortest `checkpoint_interval` says. Any thread."""
-        members = self.members
-        if due and not self._reporter.is_due(min((m.spec.checkpoint_interval_ms for m in members), default=1000)):
+        if due and not self._reporter.is_due(self._shortest_interval()):
             return
         with self._reporting:
             for capture in self.captures:
                 self._report_source(capture, everyone)
+
+    def _shortest_interval(self) -> int:
+        """Milliseconds between two reports of the stream that wants them most often."""
+        return min((member.spec.checkpoint_interval_ms for member in self.members), default=1000)
 
     def _report_source(self, capture: Capture, everyone: StreamState | None) -> None:
         if capture.started and capture.failure is None:

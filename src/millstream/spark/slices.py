@@ -55,7 +55,10 @@ _DDL = ", ".join(
 )
 
 POLL = 0.02
-"""Seconds between two looks at the journal's head."""
+"""Seconds between two looks at the journal's head,"""
+QUIET_POLL = 0.05
+"""and when nothing has come for a while (`QUIET`, in seconds): a stream to which nothing happens shall cost nothing."""
+QUIET = 5.0
 
 BACKLOG = 4
 """Who is behind by more than a batch gets so many at once: a batch has a price, whatever it holds."""
@@ -140,6 +143,7 @@ class SliceReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._pacer = Pacer(options.limits.max_ms)
         self._until: int | None = None
         self._told = False
+        self._moved_at = time.monotonic()
 
     def initialOffset(self) -> dict[str, int]:
         """The epoch's start: constant, whenever and however often Spark asks."""
@@ -164,8 +168,9 @@ class SliceReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._answered()
             if self._until is not None or time.monotonic() >= deadline:
                 return {"seq": first}
-            time.sleep(POLL)
+            time.sleep(POLL if time.monotonic() - self._moved_at < QUIET else QUIET_POLL)
         self._answered()
+        self._moved_at = time.monotonic()
         return {"seq": end}
 
     def _next_end(self, start: int) -> int | None:
