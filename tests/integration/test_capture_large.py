@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import pytest
 from millstream.journal import JournalReader, describe, rows
 from millstream.model import SeqRange
 from tests.fixtures.capture import Captured, captured
+from tests.fixtures.disks import mounted
 from tests.fixtures.postgres import Database
 
 pytestmark = [pytest.mark.postgres, pytest.mark.timeout(180)]
@@ -77,20 +77,8 @@ def test_two_million_rows_in_one_transaction_keep_memory_small(database: Databas
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 40 MiB."""
-    mount = shutil.which("mount")
-    if os.geteuid() != 0 or mount is None:
-        pytest.skip("mounting a small tmpfs needs root")
-    path = tmp_path / "disk"
-    path.mkdir()
-    made = subprocess.run(
-        [mount, "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(path)], capture_output=True, check=False
-    )
-    if made.returncode != 0:
-        pytest.skip(f"cannot mount a tmpfs here: {made.stderr.decode().strip()}")
-    try:
-        yield path
-    finally:
-        subprocess.run([shutil.which("umount") or "umount", str(path)], check=True)
+    with mounted(tmp_path / "disk", "40m") as disk:
+        yield disk.path
 
 
 @pytest.mark.parametrize("how", ["small transactions", "one that is spooled"])

@@ -27,24 +27,11 @@ from millstream.model import BatchLimits, Retention, SeqRange, StreamState
 from millstream.spark.stage import describe
 from millstream.state.base import EpochRecord
 from millstream.targets.base import Receipt, Target
-from tests.fixtures.delivery import Bench
+from tests.fixtures.delivery import Bench, Impatient
 from tests.fixtures.inprocess import FakeSpark, InProcessQuery
 from tests.fixtures.journals import Journal, delivered, shop_table
 
 TWENTY = BatchLimits(max_ms=0, max_bytes=1 << 30, max_events=20)
-
-
-class Impatient:
-    """A backoff that does not wait."""
-
-    attempts = 0
-
-    def next(self) -> float:
-        self.attempts += 1
-        return 0.001
-
-    def reset(self) -> None:
-        self.attempts = 0
 
 
 @pytest.fixture

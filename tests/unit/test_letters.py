@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import duckdb
+import pyarrow as pa
 import pytest
+from deltalake import DeltaTable
 
-from millstream.engine import delivery
+from millstream.engine import delivery, redelivery
 from millstream.engine.home import Home
 from millstream.engine.redelivery import Outcome, Redelivery
+from millstream.engine.repair import Repair
 from millstream.model import BatchLimits, DeadLetters, Mode, OnOverflow, OnReject, SourceSpec, StreamSpec, TargetSpec
 from millstream.state.base import Letter
+from millstream.targets.rejects import packed, unpacked
 from tests.fixtures.delivery import EVERYTHING, Bench
 from tests.fixtures.inprocess import FakeSpark, InProcessQuery
 from tests.fixtures.journals import Journal, shop_table
@@ -273,3 +279,46 @@ def test_a_changelog_gets_a_retried_change_exactly_once(shop: Shop) -> None:
     shop.store.add_letters([whole])
     assert shop.retry()[0].outcome == "superseded"
     assert [row[1] for row in shop.rows()] == ["bad", "good", "later"]
+
+
+def in_duckdb(path: Path) -> list[tuple[Any, ...]]:
+    with closing(duckdb.connect(str(path))) as db:
+        return db.execute("SELECT id, body, doc FROM public.orders ORDER BY id").fetchall()
+
+
+def in_delta(path: Path) -> list[tuple[Any, ...]]:
+    rows = DeltaTable(str(path / "public.orders")).to_pyarrow_table().sort_by("id")
+    return list(zip(*(rows[name].to_pylist() for name in ("id", "body", "doc")), strict=True))
+
+
+@pytest.mark.parametrize(("kind", "read"), [("duckdb", in_duckdb), ("delta", in_delta)])
+def test_a_change_without_its_base_is_a_letter_at_other_targets_too(
+    shop: Shop, kind: str, read: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = shop.root / kind
+    shop.kind, shop.options = kind, {"path": str(path)}
+    shop.journal.append(ORDERS, [insert("1", "one", "doc 1"), update(["5", "five", ...]), update(["6", "six", ...])])
+    assert shop.deliver() is None
+    assert read(path) == [(1, "one", "doc 1")]
+    assert shop.letters() == [(2, "u", "missing_base", "waiting"), (3, "u", "missing_base", "waiting")]
+    assert "the source cannot be asked" in shop.store.letters()[0].reason
+    shop.journal.append(ORDERS, [update(["6", "six again", "doc 6"])])
+    assert shop.deliver() is None
+    assert read(path) == [(1, "one", "doc 1"), (6, "six again", "doc 6")]
+    (letter,) = shop.store.letters()
+    assert [one.outcome for one in shop.retry()] == ["rejected"]
+    whole = shop.store.get_letter(letter.id)
+    assert whole is not None
+    changes = unpacked(whole.payload)
+    for name, value in (("doc", "doc 5"), ("_ms_unchanged", [])):
+        at = changes.column_names.index(name)
+        changes = changes.set_column(at, changes.schema.field(at), pa.array([value], changes.schema.field(at).type))
+    completed = Repair({letter.event_id: packed(changes)}, ())
+    monkeypatch.setattr(redelivery, "repair", lambda *_: completed)
+    assert [one.outcome for one in shop.retry()] == ["delivered"]
+    assert read(path) == [(1, "one", "doc 1"), (5, "five", "doc 5"), (6, "six again", "doc 6")]
+    shop.store.add_letters([whole])
+    assert [one.outcome for one in shop.retry()] == ["superseded"]
+    shop.journal.append(ORDERS, [insert("7", "seven", "doc 7")])
+    assert shop.deliver() is None
+    assert read(path)[-1] == (7, "seven", "doc 7")
