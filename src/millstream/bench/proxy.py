@@ -27,14 +27,16 @@ class Proxy:
         self._flowing.set()
         self._closing = threading.Event()
         self._sockets: list[socket.socket] = []
+        self._first = 0
         self.delay = 0.0
 
     @property
     def port(self) -> int:
         return int(self._listener.getsockname()[1])
 
-    def stall(self) -> None:
-        """From now on no answer comes."""
+    def stall(self, after: int = 0) -> None:
+        """From now on no answer comes; on connections that are made from now on, none after the first so many."""
+        self._first = after
         self._flowing.clear()
 
     def release(self) -> None:
@@ -68,11 +70,13 @@ class Proxy:
                 threading.Thread(target=self._pass_on, args=(source, drain, answers), daemon=True).start()
 
     def _pass_on(self, source: socket.socket, drain: socket.socket, answers: bool) -> None:
+        first, passed = self._first, 0
         with contextlib.suppress(OSError):
             while block := source.recv(BLOCK):
-                if answers:
+                if answers and passed >= first:
                     self._flowing.wait()
                     self._closing.wait(self.delay)
+                passed += 1
                 drain.sendall(block)
         with contextlib.suppress(OSError):
             drain.shutdown(socket.SHUT_RDWR)

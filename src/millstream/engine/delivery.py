@@ -42,6 +42,8 @@ ONCE_TRIES = 8
 BROKEN = (StreamState.FAILED, StreamState.NEEDS_RELOAD)
 """States that a delivery does not leave by itself."""
 
+SETTLE_SECONDS = 10.0
+
 CursorCallback = Callable[[Cursor], None]
 
 
@@ -143,9 +145,12 @@ class DeliveryQuery:
         }
 
     def start(self) -> None:
-        """Start, and return when the query plans its batches, has failed, or has to wait for its target."""
+        """Start, and return when the query plans its batches, has failed, or has to wait for its target.
+
+        A target that does not answer is not waited for any longer than `SETTLE_SECONDS`: others want to start too.
+        """
         self._thread.start()
-        self._settled.wait()
+        self._settled.wait(SETTLE_SECONDS)
 
     def stop(self, *, drain: bool = True, timeout: float = 30.0) -> None:
         """End the query; returns when it has ended. With `drain` a running batch gets `timeout` seconds to finish."""

@@ -107,6 +107,7 @@ class PostgresDatabase(Database):
 
     def __enter__(self) -> Self:
         self._taken = sessions.take(self._uri, self._auth_ref)
+        self._taken.connection.patience = sessions.ASKING_SECONDS if self.asking else sessions.WRITING_SECONDS
         self.where = self._taken.where
         self.known = self._taken.known
         return self

@@ -81,6 +81,8 @@ class Database(ABC):
 
     def __init__(self, options: LaneOptions) -> None:
         self.options = options
+        self.asking = False
+        """Whether only little is asked of it, by the driver: nobody waits long for that."""
         self.known: dict[Any, Any] = {}
         """What was found out about tables in this connection; forgotten when a transaction is rolled back."""
 

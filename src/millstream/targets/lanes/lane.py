@@ -137,8 +137,13 @@ class LaneTarget:
         self._context: TargetContext | None = None
         self._cursor: TargetCursor | None = None
 
+    def _asking(self) -> Database:
+        database = self._database(self._options)
+        database.asking = True
+        return database
+
     def open(self, context: TargetContext) -> None:
-        with self._database(self._options) as db:
+        with self._asking() as db:
             with db.transaction():
                 db.create_own()
                 if context.epoch != ASKING:
@@ -160,7 +165,7 @@ class LaneTarget:
         context = self._opened()
         if self._cursor is not None and range.end <= self._cursor.seq:
             return
-        with self._database(self._options) as db:
+        with self._asking() as db:
             found = _read_cursor(db, context)
             if found is None or found.seq < range.end:
                 raise _refusal(db, context, range)
@@ -190,7 +195,7 @@ class LaneTarget:
 
     def release(self, stream: str, target: str) -> None:
         """The tables stay as they are, and belong to nobody; the next stream may take them over."""
-        db = self._database(self._options)
+        db = self._asking()
         if not db.is_there():
             return
         with db, db.transaction():

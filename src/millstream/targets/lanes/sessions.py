@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 import select
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -57,9 +58,39 @@ _REFUSED: tuple[tuple[str, str], ...] = (
 )
 """Libpq tells no SQLSTATE for a refused connection, only the server's sentence."""
 
+T = TypeVar("T")
+
 _COLUMN = re.compile(r"column (\w+)")
 
-Connection = psycopg.Connection[tuple[Any, ...]]
+ASKING_SECONDS = 60.0
+"""How long the driver waits for the answer to a statement: whoever stops or starts a stream may wait for it,"""
+WRITING_SECONDS = 1800.0
+"""and how long a task does. A server that never answers does not close the connection either."""
+
+
+class Connection(psycopg.Connection[tuple[Any, ...]]):
+    """One that gives up on a statement (OperationalError) that is not answered within `patience` seconds."""
+
+    patience = ASKING_SECONDS
+
+    def wait(self, gen: Generator[Any, Any, T], *args: Any, **kwargs: Any) -> T:
+        return super().wait(_limited(gen, self.patience), *args, **kwargs)
+
+
+def _limited(steps: Generator[Any, Any, T], seconds: float) -> Generator[Any, Any, T]:
+    """The same steps, ended by an error when they still wait for the server after so many seconds."""
+    deadline = time.monotonic() + seconds
+    try:
+        wanted = next(steps)
+        while True:
+            # Nothing is ready every tenth of a second, so that the time is looked at.
+            ready = yield wanted
+            if not ready and time.monotonic() >= deadline:
+                raise psycopg.OperationalError("no answer in time")
+            wanted = steps.send(ready)
+    except StopIteration as done:
+        found: T = done.value
+        return found
 
 
 @dataclass
@@ -131,7 +162,7 @@ def _connect(uri: str, auth_ref: str | None) -> Session:
         parameters["password"] = resolve(auth_ref).reveal()
     conninfo = make_conninfo("", **{**_CONNECTION, **parameters})
     try:
-        connection = psycopg.connect(conninfo, autocommit=True, cursor_factory=psycopg.RawCursor)
+        connection = Connection.connect(conninfo, autocommit=True, cursor_factory=psycopg.RawCursor)
     except psycopg.Error as failed:
         raise _refused(str(failed), where) from None
     try:
@@ -193,7 +224,7 @@ def errors(
 def _translated(failed: psycopg.Error, where: str, values: Sequence[Values], stale: bool) -> TargetError:
     state, diag = failed.sqlstate, failed.diag
     if state is None:
-        return TargetUnavailable(f"{where}: the connection was lost")
+        return TargetUnavailable(f"{where}: the connection was lost, or no answer came in time")
     name = f"{type(failed).__name__}, {state}"
     if _PASSING.fullmatch(state):
         return TargetUnavailable(f"{where}: {name}")
