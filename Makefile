@@ -10,7 +10,7 @@ export PYTHONPATH := $(CURDIR)/src
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test next bench lint format chaos cluster histories reconnect docs types clean
+.PHONY: help setup demo test next bench lint format chaos cluster histories reconnect lake docs types clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -63,6 +63,10 @@ histories: setup ## Mirror many random histories into another Postgres, and comp
 
 reconnect: setup ## Come back to a server that keeps 5 GB of log for a paused target
 	@MILLSTREAM_WAL_GB=$${MILLSTREAM_WAL_GB:-5} $(PYTHON_IN_VENV) -m pytest -s tests/integration/test_reconnect.py
+
+lake: setup ## Read Delta tables with Spark itself, whose package for that comes from Maven
+	@tests/lake/build
+	@$(PYTHON_IN_VENV) -m pytest tests/integration/test_delta_spark.py
 
 docs: setup ## Make the pages that are made from the code
 	@$(PYTHON_IN_VENV) -m millstream.sources.postgres.typedoc > docs/types/postgres.md

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.changelog import assemble
-from millstream.errors import MissingBase, TargetRefused
+from millstream.errors import MissingBase, RowRefused, TargetRefused
 from millstream.model import Relation, SeqRange
 from millstream.targets.base import LaneBatch, Part, TargetContext
 from millstream.targets.delta import DeltaLane, DeltaOptions, DeltaTarget
@@ -110,6 +110,47 @@ def test_new_columns_are_added_and_another_type_is_refused(tmp_path: Path) -> No
         lake.deliver(relation(("id", 23), ("a", 20), key=("id",)), [insert("3", "4")])
     with pytest.raises(TargetRefused, match="Delta has no columns named like 'a b'"):
         lake.deliver(relation(("id", 23), ("a b", 25), key=("id",)), [insert("3", "4")])
+
+
+EMPTY = ("", "__HIVE_DEFAULT_PARTITION__", "x/y z=ü%41", None)
+"""Texts that Delta's paths cannot say, or say only in other words."""
+
+
+@pytest.mark.parametrize("form", ["mirror", "changelog"])
+def test_files_are_kept_apart_by_values_and_a_row_moves_with_its_own(tmp_path: Path, form: str) -> None:
+    lake = Lake(tmp_path, write=form, partition_by={"public.t": ["a"]})
+    lake.deliver(THINGS, [insert(str(at), text, "d") for at, text in enumerate(EMPTY)])
+    lake.deliver(THINGS, [insert("8", "here", "first"), insert("9", "here", "second")])
+    lake.deliver(THINGS, [update(["8", "there", ...]), update(["9", "", ...])])
+    table = DeltaTable(str(tmp_path / "public.t"))
+    assert table.metadata().partition_columns == ["a"]
+    if form == "mirror":
+        assert not [path for path in table.file_uris() if "a=here" in path]
+        assert [path for path in table.file_uris() if "a=there" in path]
+    lane = lake._target.reader()
+    held = [row for part in lane.parts(THINGS) for rows in lane.read(THINGS, part) for row in rows.to_pylist()]
+    texts = {row["id"]: (row["a"], row["doc"], dict(row["_ms_special"] or ())) for row in held}
+    expected_texts = {at: (text, "d", {}) for at, text in enumerate(EMPTY)}
+    assert texts == {**expected_texts, 8: ("there", "first", {}), 9: ("", "second", {})}
+    if form == "mirror":
+        rows = {row["id"]: (row["a"], dict(row["_ms_special"] or ())) for row in lake.table().to_pylist()}
+        assert (rows[0], rows[9], rows[2]) == ((None, {"a": ""}), (None, {"a": ""}), ("x/y z=ü%41", {}))
+
+
+def test_partitions_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    def lake(**partitions: list[str]) -> Lake:
+        return Lake(tmp_path, partition_by={"public.t": partitions["by"]})
+
+    with pytest.raises(TargetRefused, match=r"public\.t has no column region to be partitioned by"):
+        lake(by=["region"]).deliver(THINGS, [insert("1", "x", "y")])
+    lake(by=["a"]).deliver(THINGS, [insert("1", "x", "y")])
+    other = lake(by=["doc"])
+    other._seq = 1
+    with pytest.raises(TargetRefused, match="the Delta table is partitioned by a, and partition_by says doc"):
+        other.deliver(THINGS, [insert("2", "x", "y")])
+    names = relation(("id", 25), ("a", 25), key=("id",))
+    with pytest.raises(RowRefused, match="id, by which the Delta table is partitioned, is an empty text in a key"):
+        Lake(tmp_path / "keys", partition_by={"public.t": ["id"]}).deliver(names, [insert("", "x")])
 
 
 def test_a_table_that_somebody_else_has_made_is_left_alone(tmp_path: Path) -> None:

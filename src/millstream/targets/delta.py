@@ -71,6 +71,10 @@ class DeltaOptions(BaseModel):
     deletes: Literal["hard", "soft"] = Field(
         "hard", description="In a mirror: `hard` removes the row, `soft` keeps it with `_ms_deleted` true."
     )
+    partition_by: dict[str, list[str]] = Field(
+        default_factory=dict,
+        description="By table (`schema.table`) the columns by whose values its files are kept apart.",
+    )
     compact_files: int = Field(
         100, gt=1, description="A table of more data files than this is compacted after a batch, and old ones removed."
     )
@@ -227,6 +231,7 @@ class _Writer:
         self._app = f"{self._owner}/{lane.context.journal_id}"
         self._path = table_path(lane.root, relation)
         self.name = self._path.name
+        self._partition_by = lane.options.partition_by.get(relation.table, [])
 
     def write_changes(self, run: Run) -> None:
         """The changes of a run that the table does not have yet, in one commit that says so."""
@@ -327,7 +332,7 @@ class _Writer:
 
         for _ in range(TRIES):
             try:
-                commit(open_table(self._path, relation.table, wanted, self._owner))
+                commit(open_table(self._path, relation.table, wanted, self._owner, self._partition_by))
                 return
             except CommitFailedError:
                 continue

@@ -14,6 +14,7 @@ from millstream.changelog import BEFORE, METADATA
 from millstream.errors import VerifyFailed
 from millstream.latest import whole
 from millstream.model import Relation
+from millstream.targets.deltas.partitions import restored
 from millstream.targets.deltas.reading import table_path
 from millstream.targets.deltas.tables import Handle
 from millstream.targets.lanes.tables import mirror_key
@@ -33,7 +34,8 @@ class DeltaChanges:
         # Without a key a row is known by all of itself.
         key = mirror_key(relation) or own
         held = (pa.Table.from_batches([batch]) for batch in table.batches(0, 1, [*own, *METADATA], None))
-        return (_with_old_keys(part, key, relation.table) for part in held if part.num_rows)
+        by = table.partitions()
+        return (restored(_with_old_keys(part, key, relation.table), by) for part in held if part.num_rows)
 
 
 def _with_old_keys(changes: pa.Table, key: Sequence[str], table: str) -> pa.Table:

@@ -18,6 +18,7 @@ from millstream.errors import MissingBase, TargetRefused
 from millstream.latest import SEQ, Bools, Latest, latest, one_letter, special_maps, special_texts, whole, whole_numbers
 from millstream.model import Op, Relation
 from millstream.sources.decoders import decoded_schema
+from millstream.targets.deltas.partitions import refuse_homeless_keys
 from millstream.targets.deltas.tables import Handle, lake_schema
 from millstream.targets.lanes.tables import SPECIAL, mirror_key
 
@@ -46,6 +47,7 @@ def write_mirror(table: Handle, relation: Relation, changes: pa.Table, said: Com
     if found.truncated is not None:
         table.remove_older(found.truncated, soft=soft)
     rows = _completed(table, relation, found, key)
+    refuse_homeless_keys(relation.table, rows, table.partitions(), key)
     wanted = lake_schema(mirror_schema(relation, soft=False))
     living = rows.cast(wanted).append_column(_GONE, pa.repeat(pa.scalar(False), rows.num_rows))
     gone = found.gone.append_column(_GONE, pa.repeat(pa.scalar(True), found.gone.num_rows))

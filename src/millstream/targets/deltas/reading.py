@@ -15,6 +15,7 @@ from millstream.latest import SEQ, special_maps, special_texts, whole_numbers
 from millstream.model import Json, Relation
 from millstream.targets.base import Correction
 from millstream.targets.deltas.mirror import mirror_schema, quoted, widened
+from millstream.targets.deltas.partitions import restored
 from millstream.targets.deltas.tables import Handle, lake_schema
 from millstream.targets.directory import directory_of
 from millstream.targets.forms import form_schema
@@ -61,7 +62,7 @@ class MirrorReader:
                 else pa.nulls(batch.num_rows, field.type)
                 for field in wanted
             ]
-            yield pa.table(columns, schema=wanted)
+            yield restored(pa.table(columns, schema=wanted), table.partitions() if table else ())
 
     def expected(self, relation: Relation, rows: pa.RecordBatch) -> pa.Table:
         wanted = form_schema(relation)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ import pyarrow as pa
 from pyarrow import types
 
 from millstream.errors import TargetRefused
+from millstream.targets.deltas.partitions import check_partitions, housed
 
 if TYPE_CHECKING:
     import pyarrow.dataset as ds
@@ -43,9 +44,11 @@ def _lake_type(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def open_table(path: Path, table: str, wanted: pa.Schema, owner: str) -> Handle:
+def open_table(path: Path, table: str, wanted: pa.Schema, owner: str, partition_by: Sequence[str] = ()) -> Handle:
     """The table, with at least these columns. Raises TargetRefused when it cannot hold them, or is not `owner`'s."""
     from deltalake import DeltaTable
+
+    check_partitions(table, wanted, partition_by)
 
     bad = [name for name in wanted.names if _NOT_IN_NAMES.search(name)]
     if bad:
@@ -56,11 +59,21 @@ def open_table(path: Path, table: str, wanted: pa.Schema, owner: str) -> Handle:
     handle = Handle.existing(path)
     if handle is None:
         path.mkdir(parents=True, exist_ok=True)
-        return Handle(DeltaTable.create(str(path), wanted, mode="ignore", description=owner))
+        made = DeltaTable.create(
+            str(path), wanted, mode="ignore", description=owner, partition_by=list(partition_by) or None
+        )
+        return Handle(made)
     if handle.owner() != owner:
         raise TargetRefused(
             f"{path} is a Delta table that this target did not make",
             hint="give the target an empty directory",
+        )
+    if handle.partitions() != list(partition_by):
+        there = ", ".join(handle.partitions()) or "nothing"
+        raise TargetRefused(
+            f"{table}: the Delta table is partitioned by {there}, and partition_by says "
+            f"{', '.join(partition_by) or 'nothing'}",
+            hint="a table keeps its partitions: write partition_by as it was, or give the stream a new target",
         )
     handle.complete(table, wanted)
     return handle
@@ -83,6 +96,10 @@ class Handle:
         """Who made the table, by its description."""
         description: str | None = self._table.metadata().description
         return description
+
+    def partitions(self) -> list[str]:
+        """The columns by whose values the files are kept apart."""
+        return list(self._table.metadata().partition_columns)
 
     def version(self) -> int:
         return int(self._table.version())
@@ -117,7 +134,7 @@ class Handle:
         """Add rows, or put them in place of all that there are."""
         from deltalake import write_deltalake
 
-        there = self.schema()
+        there, rows = self.schema(), housed(rows, self.partitions())
         # Columns that came later stand last; those that the source no longer has are NULL.
         columns = {
             field.name: rows[field.name] if field.name in rows.column_names else pa.nulls(rows.num_rows, field.type)
@@ -137,7 +154,7 @@ class Handle:
     ) -> None:
         """One MERGE: `changes` are updates and inserts with their conditions, `delete` the condition of deletes."""
         merging = self._table.merge(
-            rows,
+            housed(rows, self.partitions()),
             on,
             source_alias="s",
             target_alias="t",
