@@ -58,8 +58,9 @@ chaos: setup ## Kill at each failpoint alone, then 30 times at random
 cluster: setup ## Run a stream on a standalone cluster, and kill executors and workers under it
 	@MILLSTREAM_CLUSTER=1 $(PYTHON_IN_VENV) -m pytest -s tests/integration/test_cluster.py
 
-histories: setup ## Mirror many random histories into another Postgres, and compare
-	@MILLSTREAM_HISTORIES=100 $(PYTHON_IN_VENV) -m pytest tests/integration/test_postgres_target.py
+histories: setup ## Mirror many random histories into another Postgres, filtered ones too, and compare
+	@MILLSTREAM_HISTORIES=100 $(PYTHON_IN_VENV) -m pytest tests/integration/test_postgres_target.py \
+		tests/integration/test_shape_postgres.py tests/integration/test_shape_spark.py
 
 reconnect: setup ## Come back to a server that keeps 5 GB of log for a paused target
 	@MILLSTREAM_WAL_GB=$${MILLSTREAM_WAL_GB:-5} $(PYTHON_IN_VENV) -m pytest -s tests/integration/test_reconnect.py

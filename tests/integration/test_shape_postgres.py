@@ -22,7 +22,7 @@ from millstream.transforms.shape import FieldFilter, Shape, Shaping, Step
 from tests.fixtures.capture import Driver, drive
 from tests.fixtures.lanes import CONTEXT, batches, captured, deliver
 from tests.fixtures.postgres import Database, fresh_database
-from tests.integration.test_postgres_target import TABLES, Trader
+from tests.integration.test_postgres_target import HISTORIES, TABLES, Trader
 
 pytestmark = pytest.mark.postgres
 
@@ -58,7 +58,7 @@ def rows(database: Database, sql: str) -> list[tuple[Any, ...]]:
     return sorted(database.sql(sql), key=repr)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(HISTORIES))
 def test_a_mirror_has_the_rows_inside_the_filter_after_any_history(
     database: Database, copy: Database, tmp_path: Path, seed: int
 ) -> None:

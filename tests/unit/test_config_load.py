@@ -208,16 +208,6 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(problems: Callable[.
         ),
         (
             "mode: cdc",
-            'mode: cdc\nfilter: "a = 1"',
-            "7:9: filter: is not available in this version; use `match`",
-        ),
-        (
-            "mode: cdc",
-            "mode: cdc\ntransforms: [{select: x}]",
-            "7:14: transforms[0]: SQL and Python are not available in this version",
-        ),
-        (
-            "mode: cdc",
             "mode: cdc\nconflict: dest_wins",
             "7:11: conflict: `dest_wins` is not available in this version; available: source_wins",
         ),

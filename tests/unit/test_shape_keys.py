@@ -9,7 +9,7 @@ import pytest
 
 from millstream.config import StreamFileError, load_streams
 from millstream.config.definition import definition, from_definition
-from millstream.transforms.shape import FieldFilter, Shape, Step
+from millstream.transforms.shape import FieldFilter, Shape, SqlFilter, Step
 
 FILE = """\
 name: shop
@@ -80,6 +80,37 @@ transforms:
     )
 
 
+def test_what_is_in_sql_and_python(tmp_path: Path) -> None:
+    shape = loaded(
+        tmp_path,
+        """\
+filter:
+  public.orders: status <> 'draft'
+  "public.item_*": n > 0
+transforms:
+  - add: {origin: eu, gross: {sql: total * 2}, net: {sql: total}, level: 1}
+  - select: [id, upper(name) AS name]
+  - {select: "*", tables: [public.orders]}
+  - python: shop.rows:clean
+""",
+    )
+    assert shape.in_spark
+    assert shape.filters == (
+        SqlFilter("status <> 'draft'", ("public.orders",)),
+        SqlFilter("n > 0", ("public.item_*",)),
+    )
+    assert shape.transforms == (
+        Step("add", (("origin", "eu"),)),
+        Step("add_sql", (("gross", "total * 2"), ("net", "total"))),
+        Step("add", (("level", 1),)),
+        Step("select", (("id", None), ("upper(name) AS name", None))),
+        Step("select", (("*", None),), ("public.orders",)),
+        Step("python", (("shop.rows:clean", None),)),
+    )
+    assert loaded(tmp_path, "filter: a = 1\n").filters == (SqlFilter("a = 1"),)
+    assert not loaded(tmp_path, "filter:\n")
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -97,6 +128,10 @@ transforms:
         ("transforms: [{rename: a}]", "5:23: transforms[0].rename: must be a mapping of columns; write {rename:"),
         ("transforms: [{truncate: {a: long}}]", "5:25: transforms[0].truncate: must be a mapping of columns"),
         ("transforms: [{hash: {columns: a, salt: pepper}}]", "transforms[0].hash.salt: the salt is given by reference"),
+        ("filter: [a = 1]", "5:9: filter: must be a condition in SQL, or one per table pattern"),
+        ("filter: {orders: a = 1}", "5:18: filter.orders: not a table pattern"),
+        ("transforms: [{add: {a: [1]}}]", "5:20: transforms[0].add: `a` must be a text, number or truth, or {sql:"),
+        ("transforms: [{python: clean}]", "transforms[0].python: must be module:function; write {python: shop.rows"),
         ("transforms: [{droop: a}]", "unknown key; did you mean `drop`?"),
     ],
 )

@@ -12,7 +12,7 @@ from millstream.cli.output import Json, console, print_json, report_warning
 if TYPE_CHECKING:
     from millstream.config.problems import Problem
     from millstream.model import Relation, SourceSpec, StreamSpec
-    from millstream.sources.base import Finding
+    from millstream.sources.base import Finding, Source
 
 
 def check(
@@ -46,7 +46,6 @@ def _preflight(source: SourceSpec, streams: list[StreamSpec]) -> list[Finding]:
     from millstream.config.kinds import is_mirror
     from millstream.sources import open_source
     from millstream.sources.base import Severity
-    from millstream.transforms.check import shape_findings
 
     mirrors = [
         target.name
@@ -57,14 +56,26 @@ def _preflight(source: SourceSpec, streams: list[StreamSpec]) -> list[Finding]:
     opened = open_source(source)
     try:
         found = opened.preflight()
-        if mirrors and not any(one.severity is Severity.ERROR for one in found):
+        if any(one.severity is Severity.ERROR for one in found):
+            return found
+        if mirrors:
             found += _without_key(opened.relations(source.tables), mirrors)
-        for stream in streams:
-            if stream.source.name == source.name and stream.shape:
-                found += shape_findings(stream, opened.relations(stream.source.tables))
-        return found
+        shaped = [stream for stream in streams if stream.source.name == source.name and stream.shape]
+        return found + _shapes(opened, shaped)
     finally:
         opened.close()
+
+
+def _shapes(source: Source, streams: list[StreamSpec]) -> list[Finding]:
+    """What filters and transforms do not find in the tables. Spark is started only if something is in SQL or Python."""
+    if not streams:
+        return []
+    from millstream.spark.analysis import analyst
+    from millstream.transforms.check import shape_findings
+
+    with analyst() as spark:
+        found = [shape_findings(stream, source.relations(stream.source.tables), spark) for stream in streams]
+    return [finding for some in found for finding in some]
 
 
 def _without_key(relations: list[Relation], mirrors: list[str]) -> list[Finding]:

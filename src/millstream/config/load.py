@@ -256,12 +256,6 @@ def _check_shape(report: Reporter, keys: StreamKeys) -> None:
     tables += [(("transforms", index), one.tables) for index, one in enumerate(keys.transforms)]
     for place, patterns in tables:
         named += [((*place, "tables", number), pattern) for number, pattern in enumerate(patterns)]
-    for index, transform in enumerate(keys.transforms):
-        for step in transform.made(str):
-            if step.verb in ("add_sql", "select", "python"):
-                report.problem(("transforms", index), "SQL and Python are not available in this version")
-    if keys.filter:
-        report.problem(("filter",), "is not available in this version", "use `match`")
     for at, pattern in named:
         try:
             check_pattern(SOURCES[keys.source.kind], pattern)

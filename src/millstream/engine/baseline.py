@@ -26,6 +26,7 @@ from millstream.observe import Level
 from millstream.sources import take_snapshot
 from millstream.sources.base import SnapshotPlan
 from millstream.spark.baseline import BaselinePlan, baseline_function
+from millstream.spark.shaped_baseline import run_shaped_baseline
 from millstream.spark.stage import RECEIPT_DDL
 from millstream.targets.base import Target
 
@@ -118,7 +119,11 @@ class Baseline:
         tasks = count if self._target.capabilities.parallel else 1
         numbers = self._spark.range(0, count, 1, max(1, tasks))
         try:
-            rows = numbers.mapInArrow(baseline_function(plan), RECEIPT_DDL).collect()
+            rows = None
+            if plan.shaping is not None and plan.shaping.shape.in_spark:
+                rows = run_shaped_baseline(self._spark, plan)
+            if rows is None:
+                rows = numbers.mapInArrow(baseline_function(plan), RECEIPT_DDL).collect()
         except (PySparkException, Py4JError):
             if self._stopping.is_set():
                 # Not an error: the job was cancelled because we asked for it.

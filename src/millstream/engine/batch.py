@@ -6,13 +6,14 @@ import errno
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pyspark.sql import DataFrame, Row
 
 import millstream.errors
 from millstream.errors import MillstreamError, TargetRefused, TargetUnavailable
 from millstream.model import Json, SeqRange
+from millstream.spark.shaped import run_shaped
 from millstream.spark.stage import RECEIPT_DDL, StagePlan, stage_function
 from millstream.state.base import Tally
 from millstream.targets.base import Receipt
@@ -66,8 +67,7 @@ def run_batch(frame: DataFrame, plan: StagePlan, span: SeqRange) -> BatchResult:
     Seqs are dense, so a batch has exactly `end - start` rows: fewer or more receipts than that are
     an error here, before anything is published.
     """
-    rows = frame.mapInArrow(stage_function(plan), RECEIPT_DDL).collect()
-    result = collected(rows)
+    result = _run(frame, plan, span)
     if result.rows + result.skipped != span.end - span.start:
         raise TargetRefused(
             f"{result.rows} rows were staged and {result.skipped} left out of the {span.end - span.start} "
@@ -75,6 +75,16 @@ def run_batch(frame: DataFrame, plan: StagePlan, span: SeqRange) -> BatchResult:
             hint="run `millstream journal verify`",
         )
     return result
+
+
+def _run(frame: DataFrame, plan: StagePlan, span: SeqRange) -> BatchResult:
+    if plan.shaping is not None and plan.shaping.shape.in_spark:
+        found = run_shaped(frame.sparkSession, plan, span)
+        if found is not None:
+            rows, others = found
+            result = collected(rows)
+            return replace(result, skipped=result.skipped + others)
+    return collected(frame.mapInArrow(stage_function(plan), RECEIPT_DDL).collect())
 
 
 def collected(rows: Sequence[Row]) -> BatchResult:

@@ -20,11 +20,12 @@ from millstream.journal.format import Header
 from millstream.model import Cursor, Relation, SeqRange
 from millstream.spark.changes import Shaped
 from millstream.spark.probe import Needed
-from millstream.spark.rows import described
+from millstream.spark.rows import MESSAGES, described
 from millstream.spark.stage import StagePlan
 from millstream.spark.tables import OwnTables, share
 from millstream.state.base import EpochRecord, StateStore, Tally
 from millstream.targets.base import ASKING, Lane, Stager, Target, TargetContext, TargetCursor
+from millstream.transforms.compiled import wants_spark
 from millstream.transforms.shape import Shaping
 
 UNSEEN = 1 << 30
@@ -215,8 +216,8 @@ class Opening:
         return list(tables.values())
 
     def _count(self, rows: pa.RecordBatch, relation: Relation, relation_id: int) -> int:
-        """How many of these changes filters let through."""
-        if self.shaping is None:
+        """How many of these changes filters let through; all of them where only Spark could say it."""
+        if self.shaping is None or relation_id == MESSAGES or wants_spark(self.shaping, relation):
             return int(rows.num_rows)
         decoded = (assemble(part, relation, relation_id, "") for part in pieces(rows))
         return sum(batch.num_rows for batch in Shaped(self.shaping, relation, relation_id, decoded))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -58,16 +59,19 @@ def baseline_function(plan: BaselinePlan) -> Callable[[Iterator[pa.RecordBatch]]
         attempt = context.taskAttemptId() if context else 0
         numbers = [int(number) for batch in batches for number in batch.column(0).to_pylist()]
         try:
-            yield from _read(plan, numbers, attempt)
+            yield from read_chunks(plan, numbers, attempt)
         except Exception as failed:  # noqa: BLE001 - named to the driver, which raises it there
             yield error_row(describe(failed))
 
     return run
 
 
-def _read(plan: BaselinePlan, numbers: Sequence[int], attempt: int) -> Iterator[pa.RecordBatch]:
+def read_chunks(
+    plan: BaselinePlan, numbers: Sequence[int], attempt: int, ready: Sequence[Ready] = ()
+) -> Iterator[pa.RecordBatch]:
+    """Deliver chunks, to a lane with tables that are `ready`. Yields receipts."""
     if isinstance(plan.stager, Lane):
-        yield from _deliver(plan, plan.stager, numbers)
+        yield from _deliver(plan, plan.stager, numbers, ready)
         return
     assert plan.stager is not None  # noqa: S101 - who only reads does not come here
     for number in numbers:
@@ -80,7 +84,23 @@ def _read(plan: BaselinePlan, numbers: Sequence[int], attempt: int) -> Iterator[
         yield receipt_rows(receipts, reading.relation_id, reading.changes.left_out)
 
 
-def _deliver(plan: BaselinePlan, lane: Lane, numbers: Sequence[int]) -> Iterator[pa.RecordBatch]:
+class Ready(Protocol):
+    """A table whose rows are read, filtered and transformed already."""
+
+    relation_id: int
+    left_out: int
+
+    @property
+    def shaped(self) -> Relation: ...
+
+    def batches(self) -> Iterator[pa.RecordBatch]: ...
+
+    def receipts(self) -> Sequence[Receipt]: ...
+
+
+def _deliver(
+    plan: BaselinePlan, lane: Lane, numbers: Sequence[int], ready: Sequence[Ready]
+) -> Iterator[pa.RecordBatch]:
     """All chunks in one transaction, table by table."""
     tables: dict[Relation, list[int]] = {}
     for number in numbers:
@@ -91,6 +111,9 @@ def _deliver(plan: BaselinePlan, lane: Lane, numbers: Sequence[int]) -> Iterator
     for one in readings:
         passed = guard.passed(one.changes.relation, one.relation_id, iter(one.changes))
         parts.append(Part(one.changes.relation, one.relation_id, passed))
+    for table in ready:
+        passed = guard.passed(table.shaped, table.relation_id, table.batches())
+        parts.append(Part(table.shaped, table.relation_id, passed))
 
     def check_complete() -> None:
         unread = [reading.relation.table for reading in readings if not reading.ended]
@@ -100,19 +123,25 @@ def _deliver(plan: BaselinePlan, lane: Lane, numbers: Sequence[int]) -> Iterator
     lane.deliver(LaneBatch(SeqRange(plan.seq, plan.seq), plan.end_position, parts, check_complete, plan.isolate))
     for reading in readings:
         yield receipt_rows(reading.receipts(), reading.relation_id, reading.changes.left_out)
+    for table in ready:
+        yield receipt_rows(table.receipts(), table.relation_id, table.left_out)
 
 
 class ChunkRows:
-    """Chunks of one relation as its changelog, with a count of what was read. To be iterated once."""
+    """Chunks of one relation as its changelog, with a count of what was read. To be iterated once.
 
-    def __init__(self, plan: BaselinePlan, numbers: Sequence[int]) -> None:
+    Iterated itself it has the source's rows; `changes` is what filters and transforms make of them, unless they are
+    to be `plain`.
+    """
+
+    def __init__(self, plan: BaselinePlan, numbers: Sequence[int], *, plain: bool = False) -> None:
         self._plan = plan
         self._numbers = numbers
         self.relation = plan.snapshot.chunks[numbers[0]].relation
         self.relation_id = plan.relation_ids[self.relation]
         self.rows = self.bytes = 0
         self.ended = False
-        self.changes = Shaped(plan.shaping, self.relation, self.relation_id, self)
+        self.changes = Shaped(None if plain else plan.shaping, self.relation, self.relation_id, self)
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
         for number in self._numbers:

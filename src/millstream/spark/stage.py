@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Protocol
 
 import pyarrow as pa
 from pyspark import TaskContext
@@ -30,6 +31,7 @@ from millstream.spark.slices import from_rows
 from millstream.spark.tables import OwnTables, share
 from millstream.targets.base import Attempt, Lane, LaneBatch, Part, Receipt, Stager
 from millstream.targets.rejects import Guard, Outstanding, RowsRejected
+from millstream.transforms.compiled import wants_spark
 from millstream.transforms.shape import Shaping
 
 RECEIPT = pa.schema(
@@ -101,18 +103,25 @@ def _stage(plan: StagePlan, batches: Iterable[pa.RecordBatch], attempt: Attempt)
     if isinstance(plan.stager, Lane):
         yield from _deliver(plan, plan.stager, slices, opener, {span for _, span in pieces}, others.total())
         return
+    yield from stage_slices(plan, plan.stager, slices, opener, attempt)
+
+
+def stage_slices(
+    plan: StagePlan, stager: Stager, slices: Sequence[tuple[Slice, SeqRange]], opener: Opener, attempt: Attempt
+) -> Iterator[pa.RecordBatch]:
+    """Stage slices relation by relation. Yields receipts."""
     for (journal_id, relation_id), group in groupby(slices, key=lambda piece: (piece[0].journal_id, piece[0].relation)):
         relation = described(plan.locations, plan.source_kind, journal_id, relation_id)
         rows = Rows(opener, plan.after_position, group)
-        changes = Shaped(plan.shaping, relation, relation_id, _decoded(relation, relation_id, plan.event_prefix, rows))
-        receipts = plan.stager.stage(changes.relation, relation_id, iter(changes), attempt)
+        changes = Shaped(plan.shaping, relation, relation_id, decoded(relation, relation_id, plan.event_prefix, rows))
+        receipts = stager.stage(changes.relation, relation_id, iter(changes), attempt)
         # A stager that did not read to the end must not pass for one that did.
         if rows.taken != changes.left_out + sum(receipt.rows for receipt in receipts):
             raise TargetRefused(f"{relation.table}: {rows.taken} rows were read but not all of them were staged")
         yield receipt_rows(receipts, relation_id, rows.skipped + changes.left_out)
 
 
-def _decoded(
+def decoded(
     relation: Relation, relation_id: int, event_prefix: str, rows: Iterable[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
     for batch in rows:
@@ -128,14 +137,40 @@ def decoded_slices(
     opener = Opener(plan.locations, slices)
     for (journal_id, relation_id), group in groupby(slices, key=lambda piece: (piece[0].journal_id, piece[0].relation)):
         relation = described(plan.locations, plan.source_kind, journal_id, relation_id)
+        if plan.shaping is not None and wants_spark(plan.shaping, relation):
+            # Nobody but Spark can say what becomes of these; who asks can do without them.
+            continue
         rows = Rows(opener, plan.after_position, list(group))
-        changes = Shaped(plan.shaping, relation, relation_id, _decoded(relation, relation_id, plan.event_prefix, rows))
+        changes = Shaped(plan.shaping, relation, relation_id, decoded(relation, relation_id, plan.event_prefix, rows))
         yield changes.relation, relation_id, iter(changes)
+
+
+class Reading(Protocol):
+    """One relation's changes in a lane's task, and a count of what was read of them."""
+
+    relation_id: int
+    detail: Json
+
+    @property
+    def shaped(self) -> Relation:
+        """The table as the target sees it."""
+
+    @property
+    def read(self) -> int:
+        """How many changes of the source were read so far,"""
+
+    @property
+    def skipped(self) -> int:
+        """and how many of them are nothing to the target."""
+
+    def batches(self) -> Iterator[pa.RecordBatch]: ...
+
+    def receipts(self) -> Sequence[Receipt]: ...
 
 
 @dataclass
 class _Reading:
-    """One relation's rows in a lane's task, and a count of what was read of them."""
+    """See `Reading`: straight from the journal."""
 
     relation: Relation
     relation_id: int
@@ -146,12 +181,23 @@ class _Reading:
     detail: Json = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        decoded = _decoded(self.relation, self.relation_id, self.plan.event_prefix, self)
-        self.changes = Shaped(self.plan.shaping, self.relation, self.relation_id, decoded)
+        changes = decoded(self.relation, self.relation_id, self.plan.event_prefix, self)
+        self.changes = Shaped(self.plan.shaping, self.relation, self.relation_id, changes)
+
+    @property
+    def shaped(self) -> Relation:
+        return self.changes.relation
+
+    @property
+    def read(self) -> int:
+        return self.rows.taken + self.rows.skipped
 
     @property
     def skipped(self) -> int:
         return self.rows.skipped + self.changes.left_out
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        return iter(self.changes)
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
         for batch in self.rows:
@@ -185,13 +231,25 @@ def _deliver(
     if len(spans) > 1:
         raise TargetRefused("a task was given more than one batch", hint="this is a defect in Millstream")
     (span,) = spans
-    readings = []
+    yield from deliver(plan, lane, span, slice_readings(plan, slices, opener), left_out)
+
+
+def slice_readings(plan: StagePlan, slices: Sequence[tuple[Slice, SeqRange]], opener: Opener) -> list[Reading]:
+    """The slices of a lane's task, by relation."""
+    readings: list[Reading] = []
     for (journal_id, relation_id), group in groupby(slices, key=lambda piece: (piece[0].journal_id, piece[0].relation)):
         relation = described(plan.locations, plan.source_kind, journal_id, relation_id)
         readings.append(_Reading(relation, relation_id, Rows(opener, plan.after_position, list(group)), plan))
+    return readings
+
+
+def deliver(
+    plan: StagePlan, lane: Lane, span: SeqRange, readings: Sequence[Reading], left_out: int
+) -> Iterator[pa.RecordBatch]:
+    """Hand a whole batch to a lane. `left_out`: its rows of other streams' tables. Yields receipts."""
 
     def check_complete() -> None:
-        read = left_out + sum(reading.rows.taken + reading.rows.skipped for reading in readings)
+        read = left_out + sum(reading.read for reading in readings)
         if read != span.end - span.start:
             raise TargetRefused(
                 f"{read} rows were read of the {span.end - span.start} from seq {span.start + 1} to {span.end}; "
@@ -202,9 +260,9 @@ def _deliver(
 
     guard = Guard(plan.outstanding or Outstanding())
     parts = []
-    for r in readings:
-        passed = guard.passed(r.changes.relation, r.relation_id, iter(r.changes))
-        parts.append(Part(r.changes.relation, r.relation_id, passed))
+    for one in readings:
+        passed = guard.passed(one.shaped, one.relation_id, one.batches())
+        parts.append(Part(one.shaped, one.relation_id, passed))
     if not lane.deliver(LaneBatch(span, _end_position(plan, span), parts, check_complete, plan.isolate)):
         # An earlier try of this task wrote it and could not say so: what it would have said is counted.
         for part in parts:

@@ -50,6 +50,9 @@ class Rule:
     needs: tuple[str, ...]
     """those that filters look at,"""
     tests: tuple[Meets, ...]
+    """(what field filters say of rows)"""
+    filters: bool
+    """whether rows are told apart at all, here or by SQL,"""
     ops: frozenset[int]
     key: frozenset[str]
     """what an old row has at least,"""
@@ -63,11 +66,6 @@ class Rule:
         for test in self.tests:
             mask &= test(block)
         return mask
-
-    @property
-    def filters(self) -> bool:
-        """Whether rows are told apart at all."""
-        return bool(self.tests)
 
     @property
     def knows_old(self) -> bool:
@@ -89,24 +87,35 @@ class Rows:
 
 
 def shaped(
-    batch: pa.RecordBatch, rule: Rule, transform: Callable[[Block], Block], relation: Relation
+    batch: pa.RecordBatch,
+    rule: Rule,
+    transform: Callable[[Block], Block],
+    relation: Relation,
+    traced: frozenset[str],
 ) -> pa.RecordBatch:
-    """The changes of the filtered and transformed table, `relation`, in the order of those they come from."""
+    """The changes of the filtered and transformed table, `relation`, in the order of those they come from.
+
+    `traced` are the columns of `relation` that come from those of `rule.key`.
+    """
     rows = apart(batch, rule)
-    if rule.filters:
-        check_known(rows, rule)
-        inside = rule.meets(rows.new), rule.meets(rows.old)
-        taken, rows = settled(rows, rule, *inside)
-    else:
-        taken, rows = np.arange(batch.num_rows), rows
-    going = np.isin(rows.op, [*rule.ops, *_ALWAYS])
-    if not going.all():
-        taken, rows = taken[going], rows.take(np.flatnonzero(going))
-    if len(taken) < batch.num_rows:
-        batch = batch.take(whole_numbers(taken))
-    rows = reduced(rows, rule)
+    check_known(rows, rule)
+    batch, rows = going_on(batch, rows, rule, rule.meets(rows.new), rule.meets(rows.old))
+    rows = reduced(rows, rule.key, rule.whole)
     made = replace(rows, new=transform(rows.new), old=transform(rows.old))
-    return together(batch, made, rule.whole, relation)
+    return together(batch, made, rule.whole, relation, traced)
+
+
+def going_on(
+    batch: pa.RecordBatch, rows: Rows, rule: Rule, new_in: Bools, old_in: Bools
+) -> tuple[pa.RecordBatch, Rows]:
+    """The changes that are some to the filtered table, by which rows are inside. The batch has their metadata."""
+    taken = np.arange(len(rows.op))
+    if rule.filters:
+        taken, rows = settled(rows, rule, new_in, old_in)
+    asked = np.isin(rows.op, [*rule.ops, *_ALWAYS])
+    if not asked.all():
+        taken, rows = taken[asked], rows.take(np.flatnonzero(asked))
+    return batch if len(taken) == batch.num_rows else batch.take(whole_numbers(taken)), rows
 
 
 def apart(batch: pa.RecordBatch, rule: Rule) -> Rows:
@@ -122,11 +131,16 @@ def check_known(rows: Rows, rule: Rule) -> None:
     for name in rule.needs:
         unknown = rows.new.unknown.get(name)
         if unknown is not None and unknown.any():
-            raise MissingBase(
-                f"{rule.table}: {int(unknown.sum())} changed rows came without {name}, which a filter needs: its value "
-                "is large, did not change, and was not sent",
-                hint=f"ALTER TABLE {rule.table} REPLICA IDENTITY FULL, and begin a new target",
-            )
+            raise lacks(rule.table, int(unknown.sum()), name, "a filter needs")
+
+
+def lacks(table: str, count: int, column: str, why: str) -> MissingBase:
+    """The error for a value that was not sent and is needed."""
+    return MissingBase(
+        f"{table}: {count} changed rows came without {column}, which {why}: its value is large, did not change, and "
+        "was not sent",
+        hint=f"ALTER TABLE {table} REPLICA IDENTITY FULL, and begin a new target",
+    )
 
 
 def settled(rows: Rows, rule: Rule, new_in: Bools, old_in: Bools) -> tuple[Ints, Rows]:
@@ -143,19 +157,22 @@ def settled(rows: Rows, rule: Rule, new_in: Bools, old_in: Bools) -> tuple[Ints,
     return taken, Rows(op, rows.new, rows.old, rows.has_old & ~entered).take(taken)
 
 
-def reduced(rows: Rows, rule: Rule) -> Rows:
-    """The rows with nothing in them that must not be seen: a deleted row is what is known of the old one."""
+def reduced(rows: Rows, key: frozenset[str], whole: bool) -> Rows:
+    """The rows with nothing in them that must not be seen: a deleted row is what is known of the old one.
+
+    `key` are the columns that an old row has at least; `whole`: it has all.
+    """
     deleted = rows.op == Op.DELETE
     old, has_old = rows.old, rows.has_old
-    if not rule.whole:
-        old = old.only(np.zeros(old.size, bool), rule.key)
+    if not whole:
+        old = old.only(np.zeros(old.size, bool), key)
     if not deleted.any():
         return Rows(rows.op, rows.new, old, has_old)
     lacking = deleted & ~has_old
     if lacking.any():
         # Without an old row the key did not change: it is in the new one.
         at = truths(lacking)
-        keys = {name: pc.if_else(at, rows.new.values[name], old.values[name]) for name in rule.key}
+        keys = {name: pc.if_else(at, rows.new.values[name], old.values[name]) for name in key}
         old = Block(old.size, {**old.values, **keys}, old.special)
         has_old = has_old | lacking
     gone = truths(deleted)
@@ -169,9 +186,8 @@ def reduced(rows: Rows, rule: Rule) -> Rows:
     return Rows(rows.op, Block(old.size, values, special, unknown), old, has_old)
 
 
-def together(batch: pa.RecordBatch, rows: Rows, whole: bool, relation: Relation) -> pa.RecordBatch:
+def together(batch: pa.RecordBatch, rows: Rows, whole: bool, relation: Relation, key: frozenset[str]) -> pa.RecordBatch:
     """Changes of `relation` from its rows, with the metadata of the changes in `batch`."""
-    key = frozenset(relation.key)
     there = np.isin(rows.op, (Op.CREATE, Op.READ, Op.UPDATE))
     # What a transform adds is not in rows that are not there, nor in old keys.
     new = rows.new.only(there | ((rows.op == Op.DELETE) & whole), key)

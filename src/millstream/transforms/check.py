@@ -9,22 +9,26 @@ from millstream.errors import ConfigError
 from millstream.model import Column, Relation, StreamSpec
 from millstream.sources.base import Finding, Severity
 from millstream.sources.patterns import matcher
-from millstream.transforms.compiled import compiled
+from millstream.transforms.compiled import compiled_by
 from millstream.transforms.shape import Shaping
+from millstream.transforms.sql import Analyst
 
 _FIXED = {16, 20, 21, 23, 26, 28, 29, 700, 701, 790, 1082, 1083, 1114, 1184, 1186, 1266, 2950, 5069, 3220, 18, 19}
 """Types whose values are never stored out of line, so that every change sends them."""
 
 
-def shape_findings(stream: StreamSpec, relations: Sequence[Relation]) -> list[Finding]:
-    """What is wrong, or may hurt, with a stream's filters and transforms on these tables."""
+def shape_findings(stream: StreamSpec, relations: Sequence[Relation], analyst: Analyst) -> list[Finding]:
+    """What is wrong, or may hurt, with a stream's filters and transforms on these tables.
+
+    `analyst` is asked where something is in SQL or Python.
+    """
     if not stream.shape:
         return []
     found = list(_unmeant(stream, relations))
     shaping = Shaping(stream.name, stream.shape, any(map(is_mirror, stream.targets)))
     for relation in relations:
         try:
-            bound = compiled(shaping, relation)
+            bound = compiled_by(analyst, shaping, relation)
         except ConfigError as wrong:
             found.append(Finding("transforms", Severity.ERROR, wrong.message, wrong.hint, relation.table))
             continue

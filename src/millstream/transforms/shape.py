@@ -17,6 +17,9 @@ EVERY = ("*.*",)
 OPS = {"insert": "c", "update": "u", "delete": "d", "truncate": "t"}
 """What `ops` names, as `_ms_op` has it."""
 
+SQL_VERBS = ("add_sql", "select", "python")
+"""Transforms that only Spark can do."""
+
 MASKED = "***"
 
 
@@ -65,6 +68,11 @@ class Shape:
     def __bool__(self) -> bool:
         """Whether it changes anything."""
         return bool(self.filters or self.fields or self.transforms or set(self.ops) != set(OPS))
+
+    @property
+    def in_spark(self) -> bool:
+        """Whether something is in SQL, or in Python."""
+        return bool(self.filters) or any(step.verb in SQL_VERBS for step in self.transforms)
 
     def to_json(self) -> dict[str, Any]:
         value: dict[str, Any] = json.loads(json.dumps(asdict(self)))

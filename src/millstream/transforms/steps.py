@@ -32,6 +32,8 @@ class Columns:
     """By name the type, and the source's own column while it is still that."""
     key: dict[str, str]
     """The key's columns by their first names, with the names they have now; those that are lost are gone."""
+    traced: dict[str, str]
+    """The same of the columns that an old row has at least: also of those that no longer tell rows apart."""
     mirrors: bool
 
     def kind(self, name: str, verb: str) -> pa.DataType:
@@ -54,6 +56,15 @@ class Columns:
         for first in losing:
             del self.key[first]
 
+    def move(self, names: Mapping[str, str], verb: str) -> None:
+        """Columns have new names; those without one are gone."""
+        for first, now in list(self.key.items()):
+            if now not in names:
+                self.lose(now, verb)
+            else:
+                self.key[first] = names[now]
+        self.traced = {first: names[now] for first, now in self.traced.items() if now in names}
+
     def check_new(self, name: str, verb: str) -> None:
         """Raise ConfigError for a name that no new column can have."""
         if name.lower() in METADATA or name.lower().startswith("_ms_"):
@@ -71,8 +82,8 @@ def _drop(step: Step, columns: Columns) -> Apply:
     names = [name for name, _ in step.arguments]
     for name in names:
         columns.kind(name, "drop")
-        columns.lose(name, "drop")
-        del columns.fields[name]
+        columns.fields.pop(name, None)
+    columns.move({name: name for name in columns.fields}, "drop")
 
     def without(found: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in found.items() if name not in names}
@@ -84,7 +95,7 @@ def _rename(step: Step, columns: Columns) -> Apply:
     names = dict(step.arguments)
     for old in names:
         columns.kind(old, "rename")
-    kept = Columns(columns.table, {n: f for n, f in columns.fields.items() if n not in names}, {}, False)
+    kept = Columns(columns.table, {n: f for n, f in columns.fields.items() if n not in names}, {}, {}, False)
     for new in names.values():
         kept.check_new(new, "rename")
         kept.fields[new] = (pa.null(), None)
@@ -92,8 +103,8 @@ def _rename(step: Step, columns: Columns) -> Apply:
     def renamed(found: Mapping[str, Any]) -> dict[str, Any]:
         return {names.get(name, name): value for name, value in found.items()}
 
+    columns.move({name: names.get(name, name) for name in columns.fields}, "rename")
     columns.fields = renamed(columns.fields)
-    columns.key = {first: names.get(now, now) for first, now in columns.key.items()}
     return lambda block: Block(block.size, renamed(block.values), renamed(block.special), renamed(block.unknown))
 
 

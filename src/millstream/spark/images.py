@@ -1,0 +1,341 @@
+"""Changes as rows that Spark's SQL can work on, and back.
+
+A change has up to two *images*: its new row, and its old one. Each is a row of a DataFrame in the table's columns,
+with ours beside them:
+
+    _ms_op .. _ms_schema   of the change, on each of its images
+    _ms_image              0 the new row, or what there is instead of it; 1 the old row; 2 no image but a note
+    _ms_in                 whether the row is inside the filters, as far as they were looked at
+    _ms_unknown            columns that did not change and were not sent
+    _ms_special            exact texts of values that their column cannot hold
+    _ms_note               JSON, of a note: how many changes went before it, and how many were left out; or an error
+
+Images of a change follow each other, changes are in seq order, notes come last; SQL that works row by row keeps that.
+A task that fails says so in a note, since what Spark says of it may hold a user's value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.changelog import COMMON
+from millstream.errors import TargetRefused
+from millstream.latest import Bools, booleans, one_letter, special_texts, unsent_masks, whole, whole_numbers
+from millstream.model import Json, Op, Relation
+from millstream.sources.decoders import decoded_schema
+from millstream.spark.stage import describe
+from millstream.transforms.block import Block, Ints, name_lists, text_maps, truths
+from millstream.transforms.changes import Rows, apart, check_known, going_on, reduced, together
+from millstream.transforms.compiled import Compiled, recompiled
+from millstream.transforms.shape import Shaping
+from millstream.transforms.sql import Output, SqlStep
+
+NEW, OLD, NOTE = 0, 1, 2
+
+_CHANGE = [field for field in COMMON if field.name not in ("_ms_deleted", "_ms_unchanged", "_ms_special")]
+OWN = pa.schema(
+    [
+        *(pa.field(field.name, field.type) for field in _CHANGE),
+        pa.field("_ms_image", pa.int32()),
+        pa.field("_ms_in", pa.bool_()),
+        pa.field("_ms_unknown", pa.list_(pa.string())),
+        pa.field("_ms_special", pa.map_(pa.string(), pa.string())),
+        pa.field("_ms_note", pa.string()),
+    ]
+)
+"""Our own columns, which come after the table's."""
+_LAST = np.iinfo(np.int64).max
+"""The seq of a note: it comes after all images."""
+
+
+def image_schema(columns: Sequence[tuple[str, pa.DataType]]) -> pa.Schema:
+    """The schema of images of a table with these columns."""
+    return pa.schema([*(pa.field(name, kind) for name, kind in columns), *OWN])
+
+
+@dataclass(frozen=True)
+class Binding:
+    """Filters and transforms bound to a table with Spark's help, as tasks are given them. Picklable."""
+
+    shaping: Shaping
+    relation: Relation
+    outputs: tuple[tuple[Output, ...], ...]
+
+    def bound(self) -> Compiled:
+        return _bound(self, self.shaping.key())
+
+
+@lru_cache(maxsize=256)
+def _bound(binding: Binding, _: str) -> Compiled:
+    return recompiled(binding.shaping, binding.relation, binding.outputs)
+
+
+def split(binding: Binding, changes: Iterable[pa.RecordBatch], left_out: Callable[[], int]) -> Iterator[pa.RecordBatch]:
+    """The images of a table's changes, in its source's columns; at the end their count.
+
+    `left_out` is asked last, for the number of rows that were read and are not in `changes`.
+    """
+    bound = binding.bound()
+    schema = image_schema(source_columns(bound))
+    return noting_errors(schema, _split(bound, changes, left_out, schema))
+
+
+def _split(
+    bound: Compiled, changes: Iterable[pa.RecordBatch], left_out: Callable[[], int], schema: pa.Schema
+) -> Iterator[pa.RecordBatch]:
+    rule, count = bound.rule, 0
+    for batch in changes:
+        rows = apart(batch, rule)
+        check_known(rows, rule)
+        count += batch.num_rows
+        if batch.num_rows:
+            yield _images(batch, rows, (rule.meets(rows.new), rule.meets(rows.old)), rule.key, schema)
+    yield note({"changes": count, "left_out": left_out()}, schema)
+
+
+def noting_errors(schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The batches; an error ends them with a note of it."""
+    try:
+        yield from batches
+    except Exception as failed:  # noqa: BLE001 - named to the driver, which raises it there
+        yield note({"error": describe(failed)}, schema)
+
+
+def note(said: Json, schema: pa.Schema) -> pa.RecordBatch:
+    """A note among images."""
+    row = {"_ms_seq": _LAST, "_ms_image": NOTE, "_ms_in": False, "_ms_note": json.dumps(said)}
+    return pa.RecordBatch.from_pylist([row], schema=schema)
+
+
+def _images(
+    batch: pa.RecordBatch, rows: Rows, inside: tuple[Bools, Bools], key: frozenset[str], schema: pa.Schema
+) -> pa.RecordBatch:
+    new, old = rows.new.only(inside[0], key), rows.old.only(inside[1], key)
+    olds = np.flatnonzero(rows.has_old)
+    size = batch.num_rows
+    # Each old row right after its new one.
+    order = np.argsort(np.concatenate([np.arange(size) * 2, olds * 2 + 1]), kind="stable")
+    change = np.concatenate([np.arange(size), olds])[order]
+    both = joined(new, old.take(olds)).take(order)
+    image = np.concatenate([np.full(size, NEW, np.int32), np.full(len(olds), OLD, np.int32)])[order]
+    meets = np.concatenate([inside[0], inside[1][olds]])[order]
+    of_change = batch.select([field.name for field in _CHANGE]).take(whole_numbers(change))
+    of_change = of_change.append_column("_ms_note", pa.nulls(len(change), pa.string()))
+    return written(both, of_change, image, meets, schema)
+
+
+def written(
+    block: Block, of_change: pa.RecordBatch, image: np.ndarray, meets: Bools, schema: pa.Schema
+) -> pa.RecordBatch:
+    """A block as images."""
+    own = {
+        "_ms_image": pa.array(image, pa.int32()),
+        "_ms_in": truths(meets),
+        "_ms_unknown": name_lists(block.unknown, block.size),
+        "_ms_special": text_maps(block.special, block.size),
+    }
+    columns = [
+        own[name] if name in own else of_change[name] if name in OWN.names else block.values[name]
+        for name in schema.names
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def joined(one: Block, other: Block) -> Block:
+    """The rows of two blocks, one after another."""
+    size = one.size + other.size
+
+    def texts(block: Block, name: str) -> pa.Array:
+        return block.special.get(name, pa.nulls(block.size, pa.string()))
+
+    def unknown(block: Block, name: str) -> Bools:
+        return block.unknown.get(name, np.zeros(block.size, bool))
+
+    return Block(
+        size,
+        {name: pa.concat_arrays([array, other.values[name]]) for name, array in one.values.items()},
+        {n: pa.concat_arrays([texts(one, n), texts(other, n)]) for n in {**one.special, **other.special}},
+        {n: np.concatenate([unknown(one, n), unknown(other, n)]) for n in {**one.unknown, **other.unknown}},
+    )
+
+
+@dataclass(frozen=True)
+class Images:
+    """A batch of images, read back from Spark."""
+
+    batch: pa.RecordBatch
+    """Our own columns of them."""
+    block: Block
+    image: np.ndarray
+    meets: Bools
+
+    @classmethod
+    def read(cls, batch: pa.RecordBatch, columns: Sequence[tuple[str, pa.DataType]], was: Sequence[str]) -> Images:
+        """`columns` are those that the table has now, `was` the ones that unknown values and exact texts are of."""
+        own = {field.name: batch[field.name].cast(field.type) for field in OWN}
+        table = pa.table({"_ms_special": own["_ms_special"]})
+        texts = special_texts(table)
+        unknown = unsent_masks(whole(pa.chunked_array([own["_ms_unknown"]])))
+        block = Block(
+            batch.num_rows,
+            {name: batch[name].cast(kind) for name, kind in columns},
+            {name: text for name, text in texts.items() if name in was},
+            {name: mask for name, mask in unknown.items() if name in was},
+        )
+        image = np.frombuffer(own["_ms_image"].buffers()[1], np.int32, batch.num_rows, own["_ms_image"].offset * 4)
+        return cls(
+            pa.RecordBatch.from_pydict(own, schema=OWN), block, image, booleans(pc.fill_null(own["_ms_in"], False))
+        )
+
+
+def arrow_part(
+    binding: Binding, begin: int, end: int
+) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """The function for `mapInArrow` that does transforms without SQL: the parts from `begin` to before `end`."""
+
+    def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        bound = binding.bound()
+        following = bound.parts[end]
+        assert isinstance(following, SqlStep)  # noqa: S101 - what comes after the last of Spark's is done in a `Joiner`
+        schema = image_schema(following.before)
+        return noting_errors(schema, (_stepped(bound, batch, begin, end, schema) for batch in batches if len(batch)))
+
+    return run
+
+
+def _stepped(bound: Compiled, batch: pa.RecordBatch, begin: int, end: int, schema: pa.Schema) -> pa.RecordBatch:
+    images = carried(bound, batch, begin)
+    return written(stepped(bound, images.block, begin, end), images.batch, images.image, images.meets, schema)
+
+
+def stepped(bound: Compiled, block: Block, begin: int, end: int) -> Block:
+    """The block after these parts, none of which is Spark's."""
+    for part in bound.parts[begin:end]:
+        assert not isinstance(part, SqlStep)  # noqa: S101 - the pipeline is cut there
+        block = part(block)
+    return block
+
+
+def last_done(bound: Compiled, begin: int) -> SqlStep | None:
+    """What Spark did right before this part, and has not been accounted for."""
+    done = bound.parts[begin - 1] if begin else None
+    return done if isinstance(done, SqlStep) and done.step.verb != "python" else None
+
+
+def carried(bound: Compiled, batch: pa.RecordBatch, begin: int) -> Images:
+    """The images before this part, with what is unknown and has exact texts after what Spark did."""
+    columns, done = columns_from(bound, begin), last_done(bound, begin)
+    images = Images.read(batch, columns, [name for name, _ in (columns if done is None else done.before)])
+    if done is None:
+        return images
+    return Images(images.batch, done.carried(images.block, images.block), images.image, images.meets)
+
+
+def columns_from(bound: Compiled, begin: int) -> list[tuple[str, pa.DataType]]:
+    """The columns before a part that is the first, or follows one of Spark's."""
+    done = bound.parts[begin - 1] if begin else None
+    return list(done.after) if isinstance(done, SqlStep) else source_columns(bound)
+
+
+def source_columns(bound: Compiled) -> list[tuple[str, pa.DataType]]:
+    """The columns that images begin with."""
+    return list(zip(bound.rule.names, decoded_schema(bound.source).types, strict=True))
+
+
+class Joiner:
+    """Images back to changes of the filtered and transformed table. For one task; a change is never cut."""
+
+    def __init__(self, bound: Compiled, begin: int) -> None:
+        """The transforms from the part `begin` on are done here; none of them is Spark's."""
+        self._bound = bound
+        self._begin = begin
+        self._waiting: list[pa.RecordBatch] = []
+        self.joined = 0
+        """How many changes came so far,"""
+        self.counted = 0
+        """how many there must be by the counts,"""
+        self.left_out = 0
+        """and how many of what was read are none to the target."""
+
+    def changes(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """The changes, in batches that are not empty."""
+        for batch in batches:
+            yield from self._take(batch)
+        yield from self._flush()
+        if self.joined != self.counted:
+            raise TargetRefused(
+                f"{self._bound.source.table}: {self.joined} changes came out of {self.counted} that went in",
+                hint="a function must make one row of each, or none, and leave _ms_seq, _ms_event_id and _ms_image",
+            )
+
+    def _take(self, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+        kind = batch["_ms_image"]
+        notes = batch.filter(pc.equal(kind, NOTE))
+        for text in notes["_ms_note"].to_pylist():
+            said = json.loads(text)
+            if "error" in said:
+                raise Named(said["error"])
+            self.counted += said["changes"]
+            self.left_out += said["left_out"]
+        images = batch.filter(pc.less(kind, NOTE)) if notes.num_rows else batch
+        if not images.num_rows:
+            return
+        # The last change may go on in the next batch.
+        news = np.flatnonzero(np.asarray(pc.equal(images["_ms_image"], NEW)))
+        last = int(news[-1]) if len(news) else None
+        if last is None:
+            self._waiting.append(images)
+            return
+        self._waiting.append(images.slice(0, last))
+        yield from self._flush()
+        self._waiting = [images.slice(last)]
+
+    def _flush(self) -> Iterator[pa.RecordBatch]:
+        waiting, self._waiting = [one for one in self._waiting if one.num_rows], []
+        if waiting:
+            made = self._join(pa.concat_batches(waiting))
+            if made.num_rows:
+                yield made
+
+    def _join(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        images = carried(self._bound, batch, self._begin)
+        block = stepped(self._bound, images.block, self._begin, len(self._bound.parts))
+        news, olds = np.flatnonzero(images.image == NEW), np.flatnonzero(images.image == OLD)
+        self.joined += len(news)
+        # An old row comes right after its new one: which change it is of is how many new ones came before it.
+        change = np.cumsum(images.image == NEW) - 1
+        place: Ints = np.full(len(news), -1, np.int64)
+        place[change[olds]] = olds
+        has_old = place >= 0
+        at = np.maximum(place, 0)
+        old = block.take(at).only(has_old, frozenset())
+        rule, bound = self._bound.rule, self._bound
+        of_change = images.batch.take(whole_numbers(news))
+        rows = Rows(one_letter(of_change["_ms_op"]), block.take(news), old, has_old)
+        new_in, old_in = images.meets[news], images.meets[at] & has_old
+        going, rows = going_on(of_change, rows, rule, new_in, old_in)
+        self.left_out += len(news) - len(rows.op)
+        rows = reduced(rows, bound.traced, rule.whole)
+        return together(going, rows, rule.whole, bound.relation, bound.traced)
+
+
+class Named(Exception):
+    """An error that a task before this one has named already."""
+
+    def __init__(self, error: Json) -> None:
+        super().__init__()
+        self.error = error
+
+
+def eligible(op: np.ndarray, image: np.ndarray, meets: Bools, whole: bool) -> Bools:
+    """Which images are rows that a user's function gets: whole ones, inside the filters."""
+    there = np.isin(op, (Op.CREATE, Op.READ, Op.UPDATE)) & (image == NEW)
+    found: Bools = (there | ((image == OLD) & whole)) & meets
+    return found

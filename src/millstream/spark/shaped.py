@@ -1,0 +1,250 @@
+"""Batches with tables whose filters or transforms are in SQL or Python: Spark's part of the way.
+
+For such a table the changes of a batch become a DataFrame of images (`images`), SQL does its part of the work on
+it, and what comes out is packed (`packed`) for the task that delivers. Tables without SQL go to that task as they
+would without it. All of it is one job, without a shuffle: a lane still gets its batch in one task.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import lru_cache, reduce
+from pathlib import Path
+
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, Row, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.pandas.types import from_arrow_schema
+from pyspark.sql.types import StructType
+
+from millstream.errors import TargetRefused
+from millstream.journal import JournalReader
+from millstream.journal.format import Slice
+from millstream.model import Relation, SeqRange
+from millstream.spark.analysis import SparkAnalyst, expanded, quiet, quoted
+from millstream.spark.functions import applied
+from millstream.spark.images import (
+    OWN,
+    Binding,
+    arrow_part,
+    image_schema,
+    last_done,
+    noting_errors,
+    source_columns,
+    split,
+)
+from millstream.spark.packed import PACKED_DDL, pack, packed_work, unpack
+from millstream.spark.partition import share_out
+from millstream.spark.probe import check_myself
+from millstream.spark.rows import MESSAGES, Opener, Rows, described
+from millstream.spark.stage import (
+    RECEIPT_DDL,
+    StagePlan,
+    decoded,
+    deliver,
+    describe,
+    error_row,
+    receipt_rows,
+    slice_readings,
+    stage_slices,
+)
+from millstream.spark.tables import share
+from millstream.targets.base import Attempt, Lane
+from millstream.transforms.compiled import compiled_by, wants_spark
+from millstream.transforms.shape import Shaping
+from millstream.transforms.sql import SqlStep
+
+ArrowFunction = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
+
+
+@lru_cache(maxsize=1024)
+def _binding(_: str, spark: SparkSession, shaping: Shaping, relation: Relation) -> Binding:
+    bound = compiled_by(SparkAnalyst(lambda: spark), shaping, relation)
+    assert bound is not None  # noqa: S101 - something is for this table
+    return Binding(shaping, relation, bound.outputs)
+
+
+def binding_of(spark: SparkSession, shaping: Shaping | None, relation: Relation, relation_id: int) -> Binding | None:
+    """The table's filters and transforms if Spark has a part in them. Raises ConfigError for what does not compile."""
+    if shaping is None or relation_id == MESSAGES or not wants_spark(shaping, relation):
+        return None
+    return _binding(shaping.key(), spark, shaping, relation)
+
+
+def run_shaped(spark: SparkSession, plan: StagePlan, span: SeqRange) -> tuple[Sequence[Row], int] | None:
+    """Stage a batch in one job: the receipts, and how many rows are other streams'. None if Spark has no part in it."""
+    planned = [(piece, span) for piece in JournalReader(plan.locations).slices(span)]
+    own, others = share(plan.locations, plan.tables, planned)
+    tables: dict[int, list[Slice]] = {}
+    for piece, _ in own:
+        tables.setdefault(piece.relation, []).append(piece)
+    bindings = {}
+    for number, pieces in tables.items():
+        relation = described(plan.locations, plan.source_kind, pieces[0].journal_id, number)
+        binding = binding_of(spark, plan.shaping, relation, number)
+        if binding is not None:
+            bindings[number] = binding
+    if not bindings:
+        return None
+    lane = isinstance(plan.stager, Lane)
+    tasks = 1 if lane else spark.sparkContext.defaultParallelism
+    frames = []
+    for number, binding in bindings.items():
+        runs = share_out(tables[number], tasks)
+        images = numbers(spark, len(runs)).mapInArrow(_split(plan, binding, number, runs, span), first_schema(binding))
+        frames.append(packed_frame(images, binding, number))
+    plain = [piece for number, pieces in tables.items() if number not in bindings for piece in pieces]
+    if plain:
+        work = [[asdict(piece) for piece in run] for run in share_out(plain, tasks)]
+        frames.append(numbers(spark, len(work)).mapInArrow(packed_work(work), PACKED_DDL))
+    relations = {number: binding.bound().relation for number, binding in bindings.items()}
+    stage = _stage(plan, span, relations, others.total())
+    return gathered(frames, stage, one_task=lane, stream=stream_of(plan.shaping)), others.total()
+
+
+def stream_of(shaping: Shaping | None) -> str:
+    return shaping.stream if shaping is not None else ""
+
+
+def numbers(spark: SparkSession, count: int) -> DataFrame:
+    """The numbers of tasks, one each."""
+    return spark.range(0, count, 1, max(1, count))
+
+
+def first_schema(binding: Binding) -> StructType:
+    """What images of the table are before anything is done to them."""
+    return from_arrow_schema(image_schema(source_columns(binding.bound())))
+
+
+def packed_frame(images: DataFrame, binding: Binding, relation_id: int) -> DataFrame:
+    """The images of a table, filtered, transformed and packed."""
+    bound = binding.bound()
+    if bound.conditions:
+        images = _filtered(images, binding)
+    begin = 0
+    for at, part in enumerate(bound.parts):
+        if not isinstance(part, SqlStep):
+            continue
+        if at > begin or last_done(bound, begin) is not None:
+            images = images.mapInArrow(arrow_part(binding, begin, at), from_arrow_schema(image_schema(part.before)))
+        images = applied(images, binding, at) if part.step.verb == "python" else _selected(images, part)
+        begin = at + 1
+    return images.mapInArrow(pack(binding, relation_id, begin), PACKED_DDL)
+
+
+def _filtered(images: DataFrame, binding: Binding) -> DataFrame:
+    """Which images are inside; of the others only the key goes on, so that no SQL ever sees the rest."""
+    bound = binding.bound()
+    inside = F.col("_ms_in")
+    for condition in bound.conditions:
+        inside = inside & F.coalesce(F.expr(condition), F.lit(False))
+    names = [name for name, _ in source_columns(bound)]
+    tested = images.withColumn("_ms_in", inside)
+    kept = [
+        F.col(quoted(name)) if name in bound.rule.key else F.when(F.col("_ms_in"), F.col(quoted(name))).alias(name)
+        for name in names
+    ]
+    return tested.select(*kept, *OWN.names)
+
+
+def _selected(images: DataFrame, part: SqlStep) -> DataFrame:
+    names = [name for name, _ in part.before]
+    if part.step.verb == "add_sql":
+        made = [*(F.col(quoted(n)) for n in names), *(F.expr(sql).alias(n) for n, sql in part.step.arguments)]
+    else:
+        made = [F.expr(sql) for sql, _ in expanded(part.step.arguments, names)]
+    return images.select(*made, *OWN.names)
+
+
+def gathered(frames: Sequence[DataFrame], stage: ArrowFunction, *, one_task: bool, stream: str) -> Sequence[Row]:
+    """Bring packed tables to the tasks that deliver them, and run the job. Returns the rows of receipts."""
+    packed = reduce(DataFrame.union, frames)
+    if one_task:
+        packed = packed.coalesce(1)
+    try:
+        with quiet():
+            return packed.mapInArrow(stage, RECEIPT_DDL).collect()
+    except PySparkException as failed:
+        raise _sql_error(failed, stream) or failed from None
+
+
+_IN_SQL = re.compile(
+    r"\[((?:ARITHMETIC_OVERFLOW|CAST_INVALID_INPUT|CAST_OVERFLOW|DIVIDE_BY_ZERO|REMAINDER_BY_ZERO|INVALID_ARRAY_INDEX"
+    r"|NUMERIC_VALUE_OUT_OF_RANGE|DATETIME_OVERFLOW|USER_RAISED_EXCEPTION|MALFORMED_RECORD|INVALID_[A-Z_]+"
+    r"|CANNOT_PARSE_[A-Z_]+|CONVERSION_INVALID_INPUT|BINARY_ARITHMETIC_OVERFLOW|INTERVAL_[A-Z_]+)(?:\.[A-Z0-9_]+)?)\]"
+)
+"""What SQL says of a row that it cannot work on; the rest of the sentence may hold the row's values."""
+
+
+def _sql_error(failed: PySparkException, stream: str) -> TargetRefused | None:
+    found = _IN_SQL.search(str(failed))
+    if found is None:
+        return None
+    return TargetRefused(
+        f"stream {stream}: a filter or transform in SQL fails on a row: {found[1]}",
+        hint="let it give NULL there: try_cast, try_divide, try_add and the like; a new target begins with that",
+    )
+
+
+def _split(
+    plan: StagePlan, binding: Binding, relation_id: int, runs: list[list[Slice]], span: SeqRange
+) -> ArrowFunction:
+    """The function for `mapInArrow`: numbers of runs of slices in, images out."""
+
+    def images(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        check_myself(plan.needed)
+        asked = [number for batch in batches for number in batch.column(0).to_pylist()]
+        slices = [(piece, span) for number in asked for piece in runs[number]]
+        rows = Rows(Opener(plan.locations, slices), plan.after_position, slices)
+        changes = decoded(binding.relation, relation_id, plan.event_prefix, rows)
+        yield from split(binding, changes, lambda: rows.skipped)
+
+    return lambda batches: noting_errors(image_schema(source_columns(binding.bound())), images(batches))
+
+
+def _stage(plan: StagePlan, span: SeqRange, relations: dict[int, Relation], others: int) -> ArrowFunction:
+    """The function for `mapInArrow`: packed rows in, receipts out. `relations` as targets get them."""
+
+    def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        context = TaskContext.get()
+        attempt = Attempt(context.partitionId(), context.taskAttemptId()) if context else Attempt(0, 0)
+        try:
+            with tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
+                yield from _staged(plan, span, relations, others, batches, attempt, Path(scratch))
+        except Exception as failed:  # noqa: BLE001 - named to the driver, which raises it there
+            yield error_row(describe(failed))
+
+    return run
+
+
+def _staged(
+    plan: StagePlan,
+    span: SeqRange,
+    relations: dict[int, Relation],
+    others: int,
+    batches: Iterator[pa.RecordBatch],
+    attempt: Attempt,
+    scratch: Path,
+) -> Iterator[pa.RecordBatch]:
+    check_myself(plan.needed)
+    given = unpack(batches, relations, scratch)
+    if given.error is not None:
+        yield error_row(given.error)
+        return
+    slices = [(Slice(**piece), span) for piece in given.work]
+    opener = Opener(plan.locations, slices)
+    if isinstance(plan.stager, Lane):
+        readings = [*slice_readings(plan, slices, opener), *given.tables.values()]
+        yield from deliver(plan, plan.stager, span, readings, others)
+        return
+    yield from stage_slices(plan, plan.stager, slices, opener, attempt)
+    for number, table in given.tables.items():
+        receipts = plan.stager.stage(table.relation, number, table.batches(), attempt)
+        if table.rows != sum(receipt.rows for receipt in receipts):
+            raise TargetRefused(f"{table.relation.table}: rows were shaped but not all of them were staged")
+        yield receipt_rows(receipts, number, table.left_out)

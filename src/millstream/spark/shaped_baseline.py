@@ -1,0 +1,98 @@
+"""Baselines with tables whose filters or transforms are in SQL or Python. See `shaped`, which does it for changes."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql import Row, SparkSession
+
+from millstream.errors import TargetRefused
+from millstream.failpoint import failpoint
+from millstream.model import Relation
+from millstream.spark.baseline import BaselinePlan, ChunkRows, read_chunks
+from millstream.spark.images import Binding, image_schema, noting_errors, source_columns, split
+from millstream.spark.packed import PACKED_DDL, packed_work, unpack
+from millstream.spark.shaped import ArrowFunction, binding_of, first_schema, gathered, numbers, packed_frame, stream_of
+from millstream.spark.stage import describe, error_row, receipt_rows
+from millstream.targets.base import Attempt, Lane
+
+
+def run_shaped_baseline(spark: SparkSession, plan: BaselinePlan) -> Sequence[Row] | None:
+    """Stage all chunks in one job; its receipts. None if Spark has no part in any of the tables."""
+    tables: dict[Relation, list[int]] = {}
+    for number, chunk in enumerate(plan.snapshot.chunks):
+        tables.setdefault(chunk.relation, []).append(number)
+    bindings = {}
+    for relation in tables:
+        binding = binding_of(spark, plan.shaping, relation, plan.relation_ids[relation])
+        if binding is not None:
+            bindings[relation] = binding
+    if not bindings:
+        return None
+    lane = isinstance(plan.stager, Lane)
+    frames = []
+    for relation, binding in bindings.items():
+        chunks = tables[relation]
+        tasks = [chunks] if lane else [[number] for number in chunks]
+        images = numbers(spark, len(tasks)).mapInArrow(_split(plan, binding, tasks), first_schema(binding))
+        frames.append(packed_frame(images, binding, plan.relation_ids[relation]))
+    plain = [number for relation, chunks in tables.items() if relation not in bindings for number in chunks]
+    if plain:
+        work = [[{"chunk": number} for number in plain]] if lane else [[{"chunk": number}] for number in plain]
+        frames.append(numbers(spark, len(work)).mapInArrow(packed_work(work), PACKED_DDL))
+    relations = {plan.relation_ids[relation]: binding.bound().relation for relation, binding in bindings.items()}
+    return gathered(frames, _stage(plan, relations), one_task=lane, stream=stream_of(plan.shaping))
+
+
+def _split(plan: BaselinePlan, binding: Binding, tasks: list[list[int]]) -> ArrowFunction:
+    """The function for `mapInArrow`: numbers of tasks in, images of their chunks' rows out."""
+
+    def images(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        chunks = [chunk for batch in batches for number in batch.column(0).to_pylist() for chunk in tasks[number]]
+        yield from split(binding, ChunkRows(plan, chunks, plain=True), lambda: 0)
+
+    return lambda batches: noting_errors(image_schema(source_columns(binding.bound())), images(batches))
+
+
+def _stage(plan: BaselinePlan, relations: dict[int, Relation]) -> ArrowFunction:
+    """The function for `mapInArrow`: packed rows in, receipts out."""
+
+    def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        context = TaskContext.get()
+        partition, attempt = (context.partitionId(), context.taskAttemptId()) if context else (0, 0)
+        try:
+            with tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
+                yield from _staged(plan, relations, batches, Attempt(partition, attempt, baseline=True), Path(scratch))
+        except Exception as failed:  # noqa: BLE001 - named to the driver, which raises it there
+            yield error_row(describe(failed))
+
+    return run
+
+
+def _staged(
+    plan: BaselinePlan,
+    relations: dict[int, Relation],
+    batches: Iterator[pa.RecordBatch],
+    attempt: Attempt,
+    scratch: Path,
+) -> Iterator[pa.RecordBatch]:
+    given = unpack(batches, relations, scratch)
+    if given.error is not None:
+        yield error_row(given.error)
+        return
+    chunks = [int(work["chunk"]) for work in given.work]
+    yield from read_chunks(plan, chunks, attempt.task_attempt, list(given.tables.values()))
+    if isinstance(plan.stager, Lane):
+        return
+    assert plan.stager is not None  # noqa: S101 - somebody is to get them
+    for number, table in given.tables.items():
+        # Another name than any chunk has: its table's alone.
+        receipts = plan.stager.stage(table.relation, number, table.batches(), attempt)
+        if table.rows != sum(receipt.rows for receipt in receipts):
+            raise TargetRefused(f"{table.relation.table}: rows were shaped but not all of them were staged")
+        failpoint("snapshot.chunk_staged")
+        yield receipt_rows(receipts, number, table.left_out)

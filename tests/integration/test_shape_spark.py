@@ -1,0 +1,213 @@
+"""The same rows on both ways: filters and transforms by column in a task, and by Spark's SQL on DataFrames."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyspark.sql import SparkSession
+
+from millstream.errors import ConfigError, TargetRefused
+from millstream.fold import fold
+from millstream.spark.shaped import gathered
+from millstream.transforms.compiled import compiled
+from millstream.transforms.shape import FieldFilter, Shape, Shaping, SqlFilter, Step
+from tests.fixtures.histories import History
+from tests.fixtures.shaped import as_they_are, shaped_by_spark
+
+pytestmark = pytest.mark.spark
+
+BY_FIELDS = (FieldFilter("note", "in", ("", "a note")), FieldFilter("shop", "in", (0, 1)))
+BY_SQL = (SqlFilter("note IN ('', 'a note')"), SqlFilter("shop < 2", ("public.*",)))
+WITHOUT_DOC = Step("drop", (("doc", None),))
+AS_TEXT = Step("cast", (("amount", "string"),))
+ADDED = Step("add", (("origin", "eu"),))
+ADDED_BY_SQL = Step("add_sql", (("origin", "'eu'"),))
+
+
+HISTORIES = int(os.environ.get("MILLSTREAM_HISTORIES", "1"))
+"""How many random histories are tried; `make histories` tries more."""
+
+
+def histories(full: bool) -> Iterator[tuple[History, list[pa.RecordBatch]]]:
+    for seed in range(HISTORIES):
+        history = History(seed, full).play(120)
+        yield history, [batch for table in history.batches([7, 40, 41, 90]) for batch in table.to_batches()]
+
+
+def table_of(batches: list[pa.RecordBatch]) -> pa.Table:
+    return pa.Table.from_batches([batch for batch in batches if batch.num_rows])
+
+
+def assert_same(one: pa.Table, other: pa.Table) -> None:
+    assert one.schema.equals(other.schema)
+    for name in one.column_names:
+        assert one[name].to_pylist() == other[name].to_pylist(), name
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_both_ways_give_the_same_changes(spark: SparkSession, tmp_path: Path, full: bool) -> None:
+    more = () if full else (WITHOUT_DOC,)
+    by_column = Shape(fields=BY_FIELDS, transforms=(*more, AS_TEXT, ADDED))
+    by_sql = Shape(filters=BY_SQL, transforms=(*more, AS_TEXT, ADDED_BY_SQL))
+    mixed = Shape(
+        filters=BY_SQL[:1],
+        fields=BY_FIELDS[1:],
+        transforms=(ADDED_BY_SQL, *more, AS_TEXT, Step("select", (("*", None),))),
+    )
+    for number, (history, batches) in enumerate(histories(full)):
+        bound = compiled(Shaping("shop", by_column, True), history.relation)
+        assert bound is not None
+        expected = table_of([bound.changes(batch) for batch in batches])
+        _, found, left_out = shaped_by_spark(spark, by_sql, history.relation, batches, tmp_path / str(number))
+        assert_same(table_of(found), expected)
+        assert left_out == 3 + len(history.changes) - expected.num_rows
+        if number == 0:
+            relation, found, _ = shaped_by_spark(spark, mixed, history.relation, batches, tmp_path / "mixed")
+            order = [column.name for column in bound.relation.columns]
+            assert sorted(column.name for column in relation.columns) == sorted(order)
+            assert_same(
+                table_of(found).select([*order, "_ms_op", "_ms_seq", "_ms_unchanged"]),
+                expected.select([*order, "_ms_op", "_ms_seq", "_ms_unchanged"]),
+            )
+
+
+def test_sql_carries_values_that_were_not_sent_and_exact_texts(spark: SparkSession, tmp_path: Path) -> None:
+    """What nobody sent follows its column through names and functions of it alone; NaN keeps its text."""
+    shape = Shape(
+        transforms=(
+            Step(
+                "select",
+                (
+                    ("shop", None),
+                    ("id AS code", None),
+                    ("doc AS text", None),
+                    ("upper(doc) AS loud", None),
+                    ("amount", None),
+                ),
+            ),
+            Step("rename", (("text", "words"),)),
+            Step("add_sql", (("louder", "concat(loud, '!')"),)),
+        )
+    )
+    for number, (history, batches) in enumerate(histories(False)):
+        relation, found, _ = shaped_by_spark(spark, shape, history.relation, batches, tmp_path / str(number))
+        assert relation.key == ("shop", "code")
+        folded = fold(found, relation.key)
+        rows = {
+            (row["shop"], row["code"], row["words"], row["loud"], row["louder"], _text(row))
+            for row in folded.to_pylist()
+        }
+        assert rows == {
+            (int(shop), id, doc, doc and doc.upper(), doc and doc.upper() + "!", amount)
+            for shop, id, _, doc, amount in history.rows.values()
+        }
+
+
+def _text(row: dict[str, Any]) -> str | None:
+    amount = dict(row["_ms_special"]).get("amount", row["amount"])
+    return None if amount is None else str(amount)
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_function_leaves_rows_out_and_moves_them(spark: SparkSession, tmp_path: Path, full: bool) -> None:
+    more = () if full else (WITHOUT_DOC,)
+    shape = Shape(
+        filters=(SqlFilter("shop < 2"),),
+        transforms=(
+            *more,
+            Step("python", (("tests.fixtures.shaped:noted", None),)),
+            Step("python", (("tests.fixtures.shaped:shuffled", None),)),
+            Step("rename", (("id", "code"),)),
+        ),
+    )
+    history, batches = next(histories(full))
+    relation, found, _ = shaped_by_spark(spark, shape, history.relation, batches, tmp_path)
+    assert relation.key == ("shop", "code")
+    assert "amount" not in {column.name for column in relation.columns}
+    rows = {(row["shop"], row["code"], row["note"], row["size"]) for row in fold(found, relation.key).to_pylist()}
+    assert rows == {
+        (int(shop), id, note and note.upper(), None if note is None else len(note))
+        for shop, id, note, _, _ in history.rows.values()
+        if int(shop) < 2
+    }
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("doubled", "makes rows that are of no row it got, or several of one"),
+        ("rekeyed", "changes shop, which is part of the key"),
+    ],
+)
+def test_a_function_that_is_no_transform_is_refused(
+    spark: SparkSession, tmp_path: Path, function: str, said: str
+) -> None:
+    history, batches = next(histories(True))
+    shape = Shape(transforms=(Step("python", ((f"tests.fixtures.shaped:{function}", None),)),))
+    with pytest.raises(AssertionError, match=said):
+        shaped_by_spark(spark, shape, history.relation, batches, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        (Shape(filters=(SqlFilter("noet = 'a'"),)), "filter: public.t has no column noet"),
+        (Shape(filters=(SqlFilter("note"),)), "filter: public.t: the filter gives string, and not true or false"),
+        (Shape(filters=(SqlFilter("rand() < 0.5"),)), "filter: public.t: the filter depends on chance"),
+        (Shape(filters=(SqlFilter("note = = 'a'"),)), "filter: public.t: Syntax error at or near '='"),
+        (Shape(transforms=(Step("add_sql", (("n", "count(*)"),)),)), "add: public.t: no aggregates"),
+        (Shape(transforms=(Step("add_sql", (("note", "1"),)),)), "add: public.t has a column note already"),
+        (Shape(transforms=(Step("select", (("shop", None),)),)), "select: public.t.id is part of the key"),
+        (
+            Shape(transforms=(Step("select", (("shop", None), ("id", None), ("struct(1) AS s", None))),)),
+            "public.t.s: .*no type",
+        ),
+        (
+            Shape(transforms=(Step("python", (("tests.fixtures.shaped:gone", None),)),)),
+            "tests.fixtures.shaped has no gone",
+        ),
+        (
+            Shape(transforms=(Step("python", (("tests.fixtures.shaped:nameless", None),)),)),
+            "takes the columns _ms_seq, ",
+        ),
+        (Shape(transforms=(Step("python", (("nowhere:gone", None),)),)), "nowhere:gone cannot be imported"),
+    ],
+)
+def test_what_does_not_compile_names_stream_table_and_column(
+    spark: SparkSession, tmp_path: Path, shape: Shape, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^stream shop: .*{said}"):
+        shaped_by_spark(spark, shape, History(1).relation, [], tmp_path)
+
+
+def test_a_value_that_was_not_sent_and_is_needed_is_never_guessed(spark: SparkSession, tmp_path: Path) -> None:
+    history, batches = next(histories(False))
+    for shape, said in (
+        (Shape(filters=(SqlFilter("doc <> ''"),)), "without doc, which a filter needs"),
+        (
+            Shape(transforms=(Step("add_sql", (("both", "concat(doc, note)"),)),)),
+            "without doc, which both is computed from",
+        ),
+        (
+            Shape(transforms=(Step("python", (("tests.fixtures.shaped:noted", None),)),)),
+            "without doc, which a function is to",
+        ),
+    ):
+        with pytest.raises(AssertionError, match=f"MissingBase.*{said}"):
+            shaped_by_spark(spark, shape, history.relation, batches, tmp_path)
+
+
+def test_sql_that_fails_on_a_row_is_named_without_the_value(
+    spark: SparkSession, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = spark.range(1).selectExpr("CAST(concat('hunter', id) AS INT) AS relation")
+    with pytest.raises(TargetRefused) as refused:
+        gathered([rows], as_they_are, one_task=True, stream="shop")
+    said = "stream shop: a filter or transform in SQL fails on a row: CAST_INVALID_INPUT"
+    assert refused.value.message == said
+    assert "hunter" not in str(refused.value) + "".join(capfd.readouterr())
