@@ -42,6 +42,8 @@ from millstream.targets.base import (
 )
 from millstream.targets.forms import told
 from millstream.targets.lanes.tables import mirror_key
+from millstream.transforms.compiled import compiled
+from millstream.transforms.shape import FieldFilter, Shape, Shaping, Step
 from tests.fixtures.baselines import TABLES, write
 from tests.fixtures.capture import drive, source_spec
 from tests.fixtures.postgres import Database, fresh_database
@@ -104,12 +106,13 @@ def deliver(target: Target, plan: BaselinePlan) -> None:
         numbers.setdefault(chunk.relation, []).append(number)
     receipts = []
     if isinstance(stager, Lane):
-        parts = [Part(r, plan.relation_ids[r], iter(ChunkRows(plan, n))) for r, n in numbers.items()]
+        read = [(plan.relation_ids[r], ChunkRows(plan, n).changes) for r, n in numbers.items()]
+        parts = [Part(changes.relation, number, iter(changes)) for number, changes in read]
         stager.deliver(LaneBatch(span, 100, parts, lambda: None))
     else:
         for number, (relation, of_it) in enumerate(numbers.items()):
-            rows = iter(ChunkRows(plan, of_it))
-            receipts += stager.stage(relation, plan.relation_ids[relation], rows, Attempt(number, 0, baseline=True))
+            changes, where = ChunkRows(plan, of_it).changes, Attempt(number, 0, baseline=True)
+            receipts += stager.stage(changes.relation, plan.relation_ids[relation], iter(changes), where)
     target.publish(span, 100, receipts)
 
 
@@ -146,7 +149,7 @@ class Compared:
         found: Texts = Counter()
         relation = self.plan.relations[table]
         for number, chunk in self.plan.chunks:
-            for rows in ChunkRows(self.plan.snapshot, [chunk]) if number == table else ():
+            for rows in ChunkRows(self.plan.snapshot, [chunk]).changes if number == table else ():
                 found += texts(relation, self.reader.expected(relation, rows))
         return found
 
@@ -189,6 +192,39 @@ def compared(request: pytest.FixtureRequest, tmp_path: Path, source: Database, c
         chunks = tuple((relations.index(chunk.relation), at) for at, chunk in enumerate(snapshot.plan.chunks))
         plan = Comparison(rows, target.reader(), relations, chunks, ())
         yield Compared(target, plan.reread())
+        target.close()
+
+
+SHAPE = Shape(
+    fields=(FieldFilter("flag", "equals", (True,), ("public.item",)),),
+    transforms=(
+        Step("drop", (("raw", None),), ("public.item",)),
+        Step("rename", (("note", "remark"),), ("public.item",)),
+        Step("cast", (("cost", "string"),), ("public.item",)),
+        Step("add", (("origin", "shop"),), ("public.item",)),
+    ),
+)
+
+
+@pytest.mark.parametrize("name", ["files", "sqlite", "postgres"])
+def test_a_filtered_and_transformed_table_is_what_a_target_holds(
+    name: str, tmp_path: Path, source: Database, copy: Database
+) -> None:
+    with drive(source, tmp_path), closing(take_snapshot(source_spec(source), lambda _: None)) as snapshot:
+        (at,) = [at for at, chunk in enumerate(snapshot.plan.chunks) if chunk.relation.name == "item"]
+        item = snapshot.plan.chunks[at].relation
+        found = replace(snapshot.plan, chunks=(snapshot.plan.chunks[at],))
+        shaping = Shaping("shop", SHAPE, mirrors=name != "files")
+        rows = BaselinePlan(source_spec(source), found, "aaaa", SEQ, 100, {item: 1}, None, shaping)
+        target = made(name, tmp_path, copy)
+        deliver(target, rows)
+        assert isinstance(target, Verifiable)
+        bound = compiled(shaping, item)
+        assert bound is not None
+        plan = Comparison(rows, target.reader(), (bound.relation,), ((0, 0),), ())
+        shaped = Compared(target, plan.reread())
+        shaped.check()
+        assert shaped.held(0).total() == 66
         target.close()
 
 

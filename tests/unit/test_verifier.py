@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from millstream.state.memory import MemoryStateStore
 from tests.fixtures.delivery import Watching
 from tests.fixtures.engines import await_that
 
+CHANGELOG = {"path": "copy.db", "write": "changelog"}
 VERDICT = TargetVerdict("log", "files", 7, "0/7", (TableVerdict("public.t", 3, 3),), datetime.now(UTC), 0.1)
 
 
@@ -124,6 +126,31 @@ def test_what_cannot_be_is_refused_before_a_delivery_ends_for_it(tmp_path: Path)
     it.submit(Order("shop", ("log",), Asked(repair=True), answers.append))
     await_that(lambda: it.serve() or bool(answers))
     assert "target log is a changelog" in answers[0]["error"]["message"]
+    assert running.history == []
+
+
+def test_a_target_that_cannot_be_compared_keeps_no_other_from_it(tmp_path: Path) -> None:
+    running, answers = Running(tmp_path), list[Json]()
+    log, other = running.stream.targets
+    running.stream = replace(running.stream, targets=(log, replace(other, kind="sqlite", options=CHANGELOG)))
+    it, store, _ = made(running)
+    it.submit(Order("shop", ("log", "other"), Asked(repair=True), answers.append, scheduled=True))
+    await_that(lambda: it.serve() or bool(answers))
+    report = VerifyReport.from_json(answers[0]["result"])
+    assert [target.target for target in report.targets] == ["log"]
+    assert "changelog of a target of kind sqlite cannot be compared" in report.failures["other"]
+    assert not report.equal
+    assert running.history == ["log"]
+    assert store.verifications("shop")["other"]["equal"] is None
+
+
+def test_a_target_without_its_baseline_is_left_to_it(tmp_path: Path) -> None:
+    running, answers = Running(tmp_path), list[Json]()
+    running.stream = replace(running.stream, mode=Mode.SNAPSHOT_THEN_CDC)
+    it, _, _ = made(running)
+    it.submit(Order("shop", ("log",), Asked(), answers.append))
+    await_that(lambda: it.serve() or bool(answers))
+    assert answers[0]["error"]["message"] == "target log has not got its baseline yet"
     assert running.history == []
 
 

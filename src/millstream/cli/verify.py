@@ -98,6 +98,8 @@ def show(out: Console, report: VerifyReport) -> None:
     for target in report.targets:
         _show_keys(out, target)
         out.print(_verdict(target), style="green" if target.equal else "red")
+    for name, why in report.failures.items():
+        out.print(f"{name} was not compared: {why}", style="red")
 
 
 def _show_keys(out: Console, target: TargetVerdict) -> None:

@@ -12,14 +12,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from millstream.engine.verify import Asked, TargetVerification, VerifyStopped, check_asked
+from millstream.engine.verify import Asked, TargetVerification, VerifyStopped, can_repair, check_asked
 from millstream.engine.verify_report import TargetVerdict, VerifyReport
-from millstream.errors import MillstreamError, RequestFailed, VerifyFailed
-from millstream.model import Json, StreamSpec
+from millstream.errors import MillstreamError, NotReady, RequestFailed, UnknownStream, VerifyFailed
+from millstream.model import Json, Mode
 from millstream.observe import Event, Level, Observer
 from millstream.state.base import StateStore
 
@@ -41,6 +42,7 @@ class Order:
     targets: tuple[str, ...]
     asked: Asked
     done: Callable[[Json], None]
+    scheduled: bool = False
 
 
 def error_answer(failed: MillstreamError) -> Json:
@@ -90,12 +92,15 @@ class Verifier:
         if thread is not None and self._current is not None and stream in (None, self._current.stream):
             self._stopping.set()
             while thread.is_alive():
-                # Whoever waits for the control must not wait for ever.
-                while not self._calls.empty():
-                    act, future = self._calls.get()
-                    _settle(act, future)
+                self._refuse_calls()
                 thread.join(CALL_SECONDS)
+            self._refuse_calls()
             self._thread, self._current = None, None
+
+    def _refuse_calls(self) -> None:
+        """The thread shall end: nothing more is held for it."""
+        while not self._calls.empty():
+            self._calls.get()[1].set_exception(VerifyStopped())
 
     def _look_at_schedule(self) -> None:
         if time.monotonic() - self._looked_at < SCHEDULE_SECONDS:
@@ -110,15 +115,13 @@ class Verifier:
             targets = [t.name for t in member.spec.targets if t.name in member.deliveries]
             due = tuple(name for name in targets if _is_due(done.get(name), every))
             if due:
-                self.submit(Order(member.name, due, Asked(), lambda _: None))
+                self.submit(Order(member.name, due, Asked(), lambda _: None, scheduled=True))
 
     # The thread
 
     def _work(self, order: Order, stopping: threading.Event) -> None:
         try:
-            self._call(lambda: self._check(order), stopping)
-            verdicts = [self._one(order, target, stopping) for target in order.targets]
-            answer: Json = {"result": VerifyReport(order.stream, tuple(verdicts)).to_json()}
+            answer: Json = {"result": self._report(order, stopping).to_json()}
         except VerifyStopped:
             answer = error_answer(_given_up())
         except MillstreamError as failed:
@@ -127,15 +130,51 @@ class Verifier:
             answer = error_answer(VerifyFailed(f"the comparison ended: {type(defect).__name__}"))
         order.done(answer)
 
-    def _check(self, order: Order) -> None:
-        """Refuse what cannot be before a delivery is stopped for it."""
-        specs = self._running.spec(order.stream)
-        for spec in specs.targets if specs else ():
-            if spec.name in order.targets:
-                check_asked(spec, order.asked)
+    def _report(self, order: Order, stopping: threading.Event) -> VerifyReport:
+        """Every target's verdict. One that cannot be compared keeps no other from it; alone it is an error."""
+        verdicts, failures = [], {}
+        for target in order.targets:
+            try:
+                verdicts.append(self._one(order, target, stopping))
+            except MillstreamError as failed:
+                if len(order.targets) == 1:
+                    raise
+                failures[target] = str(failed)
+        return VerifyReport(order.stream, tuple(verdicts), failures)
+
+    def _check(self, order: Order, target: str) -> Asked:
+        """Refuse what cannot be before a delivery is stopped for it. Returns what is to be done.
+
+        Where all targets are to be repaired, those that cannot be are only compared.
+        """
+        stream = self._running.spec(order.stream)
+        spec = next((one for one in stream.targets if one.name == target), None) if stream else None
+        if stream is None or spec is None:
+            raise UnknownStream(f"stream {order.stream} with a target {target} does not run here")
+        if stream.mode is not Mode.CDC and self._store.get_cursor(stream.name, target) is None:
+            raise NotReady(f"target {target} has not got its baseline yet", hint="try again when it has")
+        asked = order.asked
+        if asked.repair and len(order.targets) > 1 and not can_repair(spec):
+            asked = replace(asked, repair=False)
+        check_asked(spec, asked)
+        return asked
 
     def _one(self, order: Order, target: str, stopping: threading.Event) -> TargetVerdict:
-        held = self._call(lambda: self._running.hold(order.stream, target), stopping)
+        try:
+            asked = self._call(partial(self._check, order, target), stopping)
+        except MillstreamError as refused:
+            # Whoever asked is told; what a schedule wants in vain has to be told otherwise.
+            if order.scheduled:
+                self._note_failure(order.stream, target, refused)
+            raise
+        try:
+            return self._compare(order.stream, target, asked, stopping)
+        except MillstreamError as failed:
+            self._note_failure(order.stream, target, failed)
+            raise
+
+    def _compare(self, stream: str, target: str, asked: Asked, stopping: threading.Event) -> TargetVerdict:
+        held = self._call(lambda: self._running.hold(stream, target), stopping)
         try:
             comparing = TargetVerification(
                 held.spark,
@@ -145,23 +184,20 @@ class Verifier:
                 self._store,
                 self._observer,
                 stopping,
-                lambda text: self._running.say(order.stream, target, text),
+                lambda text: self._running.say(stream, target, text),
             )
-            verdict = comparing.run(order.asked)
-            self._store.save_verification(order.stream, target, verdict.to_json())
+            verdict = comparing.run(asked)
+            self._store.save_verification(stream, target, verdict.to_json())
             return verdict
-        except MillstreamError as failed:
-            self._note_failure(held.stream, target, failed)
-            raise
         finally:
-            self._running.let_go(order.stream, target)
+            self._running.let_go(stream, target)
 
-    def _note_failure(self, stream: StreamSpec, target: str, failed: MillstreamError) -> None:
+    def _note_failure(self, stream: str, target: str, failed: MillstreamError) -> None:
         """What could not be compared is tried again when it is due again, and not before."""
         at = datetime.now(UTC).isoformat()
-        self._store.save_verification(stream.name, target, {"compared_at": at, "equal": None, "error": failed.message})
+        self._store.save_verification(stream, target, {"compared_at": at, "equal": None, "error": failed.message})
         fields = {"error": type(failed).__name__, "hint": failed.hint}
-        self._observer.on_event(Event("verify.failed", failed.message, Level.ERROR, stream.name, target, fields))
+        self._observer.on_event(Event("verify.failed", failed.message, Level.ERROR, stream, target, fields))
 
     def _call(self, act: Callable[[], T], stopping: threading.Event) -> T:
         """Have the control do it."""

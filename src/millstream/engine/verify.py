@@ -27,10 +27,10 @@ from millstream.engine.fit import open_target
 from millstream.engine.opening import Opening
 from millstream.engine.verify_report import TableVerdict, TargetVerdict
 from millstream.engine.watching import Progress, watched
-from millstream.errors import ConfigError, NotReady, NotSupported, VerifyFailed
+from millstream.errors import ConfigError, NotSupported, VerifyFailed
 from millstream.journal import JournalReader
 from millstream.journal.places import position_text
-from millstream.model import Mode, Relation, StreamSpec, StreamState, TargetSpec
+from millstream.model import Relation, StreamSpec, TargetSpec
 from millstream.observe import Event, Level, Observer
 from millstream.sources import take_snapshot
 from millstream.sources.base import SnapshotPlan
@@ -107,8 +107,6 @@ class TargetVerification:
         """Raises VerifyStopped, or what keeps it from an answer."""
         started = time.monotonic()
         target = check_asked(self._spec, asked)
-        if self._stream.mode is not Mode.CDC and self._cursor() is None:
-            raise NotReady(f"target {self._spec.name} has not got its baseline yet", hint="try again when it has")
         opening = self._opening(target)
         try:
             self._say("waiting for a snapshot of the source")
@@ -185,8 +183,8 @@ class TargetVerification:
             if self._stopping.is_set():
                 query.stop()
         self._check_stop()
-        if query.state is StreamState.FAILED:
-            raise query.error or VerifyFailed("delivery failed")
+        if query.error is not None:
+            raise query.error
 
     def _opening(self, target: Target) -> Opening:
         place = self._place
@@ -284,12 +282,19 @@ class TargetVerification:
         self._observer.on_event(Event(kind, said, level, self._stream.name, self._spec.name, fields))
 
 
+def can_repair(spec: TargetSpec) -> bool:
+    """Whether differing rows can be written once more; connects to nothing."""
+    target = open_target(spec)
+    return isinstance(target, Repairable) and target.repairs
+
+
 def check_asked(spec: TargetSpec, asked: Asked) -> ComparableTarget:
     """The target, if it can do what is asked. Raises NotSupported; connects to nothing."""
     target = open_target(spec)
     if not isinstance(target, Verifiable):
         raise NotSupported(f"a target of kind {target.kind} cannot be compared with its source")
-    if asked.repair and not (isinstance(target, Repairable) and target.repairs):
+    target.reader()
+    if asked.repair and not can_repair(spec):
         raise NotSupported(
             f"target {spec.name} is a changelog: what has happened cannot be repaired row by row",
             hint="verify it without --repair; deliver it once more with a replay, or begin a new target",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -82,18 +82,22 @@ class VerifyReport:
 
     stream: str
     targets: tuple[TargetVerdict, ...]
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """Targets of which nothing can be said, and why."""
 
     @property
     def equal(self) -> bool:
-        return all(target.equal for target in self.targets)
+        """Whether all of them are known to be."""
+        return not self.failures and all(target.equal for target in self.targets)
 
     def to_json(self) -> Json:
         return {
             "stream": self.stream,
             "equal": self.equal,
             "targets": [target.to_json() for target in self.targets],
+            "failures": dict(self.failures),
         }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> VerifyReport:
-        return cls(value["stream"], tuple(map(TargetVerdict.from_json, value["targets"])))
+        return cls(value["stream"], tuple(map(TargetVerdict.from_json, value["targets"])), dict(value["failures"]))

@@ -278,8 +278,10 @@ class Verifiable(Protocol):
     """A target whose rows can be compared with the source's."""
 
     def reader(self) -> Reader:
-        """For a target that is open, and to which nothing is delivered meanwhile. Raises NotSupported for a kind of
-        table whose rows cannot be told."""
+        """To be used while nothing is delivered; the target need not be open yet.
+
+        Raises NotSupported where the rows cannot be told.
+        """
 
 
 @runtime_checkable
