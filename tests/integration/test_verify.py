@@ -73,7 +73,7 @@ def test_a_stream_that_runs_is_compared_and_repaired_while_others_write(
     with Engine(tmp_path / "home", observer=watching) as engine:
         engine.upsert_streams(load_streams([tmp_path / "shop.yaml"]))
         engine.await_ready("shop", 120)
-        with writing(database, pause=0.01):
+        with writing(database, pause=0.05):
             change(database, 1, 150)
             write(database, 301, 400)
             report = engine.verify("shop")
