@@ -52,8 +52,9 @@ format: setup ## Put the code into its form
 	@$(PYTHON_IN_VENV) -m ruff check --fix
 	@$(PYTHON_IN_VENV) -m ruff format
 
-chaos: setup ## Kill at each failpoint alone, then 30 times at random
-	@MILLSTREAM_CHAOS_ROUNDS=30 MILLSTREAM_CHAOS_EACH=1 $(PYTHON_IN_VENV) -m pytest -s tests/chaos
+chaos: setup ## Kill at each failpoint alone, while capture changes over, then 30 times at random
+	@MILLSTREAM_CHAOS_ROUNDS=30 MILLSTREAM_CHAOS_EACH=1 $(PYTHON_IN_VENV) -m pytest -s tests/chaos \
+		tests/integration/test_bulk_kills.py
 
 cluster: setup ## Run a stream on a standalone cluster, and kill executors and workers under it
 	@MILLSTREAM_CLUSTER=1 $(PYTHON_IN_VENV) -m pytest -s tests/integration/test_cluster.py
