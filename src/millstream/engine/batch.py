@@ -5,19 +5,24 @@ from __future__ import annotations
 import errno
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from pyspark.sql import DataFrame, Row
+from pyspark.sql import Row, SparkSession
 
 import millstream.errors
 from millstream.errors import MillstreamError, TargetRefused, TargetUnavailable
 from millstream.model import Json, SeqRange
+from millstream.spark.job import Run, run_slices
 from millstream.spark.shaped import run_shaped
-from millstream.spark.stage import RECEIPT_DDL, StagePlan, stage_function
+from millstream.spark.stage import StagePlan
 from millstream.state.base import Tally
 from millstream.targets.base import Receipt
 from millstream.targets.rejects import Reject, RowsRejected
+
+Receipted = Row | Mapping[str, Any]
+"""A row in the schema of receipts."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +66,13 @@ class BatchResult:
         )
 
 
-def run_batch(frame: DataFrame, plan: StagePlan, span: SeqRange) -> BatchResult:
-    """Stage the slices in `frame` in one Spark job. Only receipts come back.
+def run_batch(spark: SparkSession, plan: StagePlan, span: SeqRange, runs: Sequence[Run]) -> BatchResult:
+    """Stage the slices of a batch in one Spark job, each run of them in a task. Only receipts come back.
 
     Seqs are dense, so a batch has exactly `end - start` rows: fewer or more receipts than that are
     an error here, before anything is published.
     """
-    result = _run(frame, plan, span)
+    result = _run(spark, plan, span, runs)
     if result.rows + result.skipped != span.end - span.start:
         raise TargetRefused(
             f"{result.rows} rows were staged and {result.skipped} left out of the {span.end - span.start} "
@@ -77,17 +82,17 @@ def run_batch(frame: DataFrame, plan: StagePlan, span: SeqRange) -> BatchResult:
     return result
 
 
-def _run(frame: DataFrame, plan: StagePlan, span: SeqRange) -> BatchResult:
+def _run(spark: SparkSession, plan: StagePlan, span: SeqRange, runs: Sequence[Run]) -> BatchResult:
     if plan.shaping is not None and plan.shaping.shape.in_spark:
-        found = run_shaped(frame.sparkSession, plan, span)
+        found = run_shaped(spark, plan, span)
         if found is not None:
             rows, others = found
             result = collected(rows)
             return replace(result, skipped=result.skipped + others)
-    return collected(frame.mapInArrow(stage_function(plan), RECEIPT_DDL).collect())
+    return collected(run_slices(spark.sparkContext, plan, runs, span))
 
 
-def collected(rows: Sequence[Row]) -> BatchResult:
+def collected(rows: Sequence[Receipted]) -> BatchResult:
     """Receipts from the rows of a job. Raises the error that a task named, the one that cannot be retried first."""
     errors = [named_error(json.loads(row["error"])) for row in rows if row["error"] is not None]
     if errors:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException, PythonException
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import SparkSession
 
 from millstream.config.kinds import is_mirror
 from millstream.engine.backoff import Backoff
@@ -27,7 +27,7 @@ from millstream.errors import JournalError, JournalMismatch, MillstreamError, Ou
 from millstream.failpoint import failpoint
 from millstream.model import Cursor, Json, Mode, SeqRange, StreamSpec, StreamState, TargetSpec
 from millstream.observe import Event, Level, Observer
-from millstream.spark.partition import cores_of
+from millstream.spark.partition import cores_of, share_out
 from millstream.spark.query import CheckpointUnusable, SliceQuery
 from millstream.spark.slices import SliceOptions
 from millstream.spark.stage import reached
@@ -105,6 +105,7 @@ class DeliveryQuery:
         self._in_batch = False
         self._query: SliceQuery | None = None
         self._opened: Opened | None = None
+        self._parallel = 1
         self._fatal: MillstreamError | None = None
         self._distrust: str | None = None
         self._progressed = False
@@ -230,9 +231,9 @@ class DeliveryQuery:
                 Level.INFO if opened.reason == "first start" else Level.WARNING,
                 {"epoch": opened.epoch, "start_seq": opened.start_seq, "reason": opened.reason},
             )
-        parallel = cores_of(self._spark) if self._target.capabilities.parallel else 1
+        self._parallel = cores_of(self._spark) if self._target.capabilities.parallel else 1
         options = SliceOptions(
-            opened.plan.locations, opened.start_seq, self._spec.limits, parallel, ready="", until=self._until
+            opened.plan.locations, opened.start_seq, self._spec.limits, self._parallel, ready="", until=self._until
         )
         name = f"{self._stream.name}/{self._spec.name}"
         query = SliceQuery(self._spark, name, options, opened.checkpoint, self._on_batch, once=self._once)
@@ -289,14 +290,14 @@ class DeliveryQuery:
 
     # A batch, on Spark's thread
 
-    def _on_batch(self, frame: DataFrame, span: SeqRange) -> None:
+    def _on_batch(self, span: SeqRange) -> None:
         with self._idle:
             if self.stopping.is_set():
                 raise DeliveryStopped
             self._in_batch = True
         try:
             failpoint("delivery.batch_started")
-            self._deliver(frame, span)
+            self._deliver(span)
             self.planning_since = time.time()
         except MillstreamError as failed:
             # A plain JournalError says that a segment has changed its form: the range is planned again.
@@ -313,14 +314,14 @@ class DeliveryQuery:
                 self._in_batch = False
                 self._idle.notify_all()
 
-    def _deliver(self, frame: DataFrame, span: SeqRange) -> None:
+    def _deliver(self, span: SeqRange) -> None:
         backoff = Backoff()
         while True:
             try:
                 if self._is_delivered(span):
                     self._catch_up(span)
                 else:
-                    self._try(frame, span)
+                    self._try(span)
                 break
             except (MillstreamError, PySparkException, Py4JError) as failed:
                 if self.stopping.is_set():
@@ -363,10 +364,11 @@ class DeliveryQuery:
             done = self._opening.superseded(opened, span)
             self._opening.save(opened, span.end, cut.resume_position, from_micros(cut.commit_ts_us), tallies, done)
 
-    def _try(self, frame: DataFrame, span: SeqRange) -> None:
+    def _try(self, span: SeqRange) -> None:
         started = time.monotonic()
         opened = self._current()
-        result = self._letters.deliver(opened.plan, lambda plan: run_batch(frame, plan, span))
+        runs = share_out(self._opening.slices(span), self._parallel)
+        result = self._letters.deliver(opened.plan, lambda plan: run_batch(self._spark, plan, span, runs))
         failpoint("delivery.staged")
         cut = self._opening.cut(span.end)
         self._target.publish(span, reached(cut, opened.plan), result.receipts)

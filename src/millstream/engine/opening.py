@@ -16,7 +16,7 @@ from millstream.engine.epochs import BASELINE, Decision, Situation, decide
 from millstream.errors import JournalMismatch, TargetUnavailable
 from millstream.failpoint import failpoint
 from millstream.journal import Cut, JournalReader, check_cursor, open_slice
-from millstream.journal.format import Header
+from millstream.journal.format import Header, Slice
 from millstream.model import Cursor, Relation, SeqRange
 from millstream.spark.changes import Shaped
 from millstream.spark.probe import Needed
@@ -117,6 +117,10 @@ class Opening:
         opened = Opened(header, decision.epoch, current.start_seq, decision.seq, decision.reason, checkpoint, plan)
         self._save_opening(opened)
         return opened
+
+    def slices(self, span: SeqRange) -> list[Slice]:
+        """Where the rows of a batch are. A batch that comes again may find them elsewhere, but the same."""
+        return self._journal.slices(span)
 
     def is_new(self) -> bool:
         """Whether the target itself has nothing. Raises as the target does."""

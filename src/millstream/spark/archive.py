@@ -17,7 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyspark
 from pyspark import SparkContext
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import SparkSession
 
 from millstream.errors import MillstreamError
 from millstream.journal import JournalWriter
@@ -72,8 +72,10 @@ def _run_a_stream(spark: SparkSession, scratch: Path) -> None:
     _write_a_message(journal)
     options = SliceOptions((str(journal),), 0, BatchLimits(0, 1 << 20, 1000), 2, ready="")
 
-    def deliver(frame: DataFrame, span: SeqRange) -> None:
-        frame.mapInArrow(lambda batches: batches, frame.schema).collect()
+    def deliver(_: SeqRange) -> None:
+        # A batch of changes, and what a baseline does.
+        spark.sparkContext.parallelize([0], 1).mapPartitions(lambda tasks: tasks).collect()
+        spark.range(1).mapInArrow(lambda batches: batches, "id bigint").collect()
 
     query = SliceQuery(spark, "archive", options, scratch / "checkpoint", deliver, once=True)
     query.start()

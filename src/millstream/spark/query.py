@@ -23,7 +23,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from millstream.model import SeqRange
 from millstream.spark.slices import FORMAT, SliceOptions, SliceSource
 
-BatchFunction = Callable[[DataFrame, SeqRange], None]
+BatchFunction = Callable[[SeqRange], None]
 
 READY_TIMEOUT = 60.0
 
@@ -36,7 +36,7 @@ class CheckpointUnusable(Exception):
 
 
 class SliceQuery:
-    """A running query. `deliver(frame, range)` is called for one batch at a time, in order of range.
+    """A running query. `deliver(range)` is called for one batch at a time, in order of range.
 
     The batch function delivers everything or raises: Spark takes a return for success.
     """
@@ -113,11 +113,11 @@ class SliceQuery:
             with suppress(PySparkException):
                 self._query.stop()
 
-    def _on_batch(self, frame: DataFrame, batch: int) -> None:
+    def _on_batch(self, _: DataFrame, batch: int) -> None:
         self._known.wait()
         try:
             start = self._offset(batch - 1) if batch else self._start_seq
-            self._deliver(frame, SeqRange(start, self._offset(batch)))
+            self._deliver(SeqRange(start, self._offset(batch)))
         except CheckpointUnusable as failed:
             self.unusable = str(failed)
             raise

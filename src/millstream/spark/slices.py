@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ class SliceOptions:
         )
 
 
-def to_rows(slices: list[Slice], span: SeqRange) -> pa.RecordBatch:
+def to_rows(slices: Sequence[Slice], span: SeqRange) -> pa.RecordBatch:
     """The slices as rows of the query."""
     extra = {"batch_start": span.start, "batch_end": span.end}
     rows = [{**asdict(s), **extra, "schema_version": s.relation} for s in slices]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
@@ -72,15 +72,6 @@ class StagePlan:
     """What a lane must know of changes that it could not take; None: there are none."""
     isolate: bool = False
     """A lane shall find out which changes it cannot take."""
-
-
-def stage_function(plan: StagePlan) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """The function for `mapInArrow`: slices in, receipts out."""
-
-    def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        return stage(plan, batches)
-
-    return run
 
 
 def stage(plan: StagePlan, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
