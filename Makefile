@@ -75,7 +75,7 @@ docs: setup ## Make the pages that are made from the code
 
 types: setup ## Try every type on every server, and write the matrix of what is proven
 	@MILLSTREAM_TYPE_MATRIX=docs/types/matrix.md MILLSTREAM_TYPE_ROWS=300 MILLSTREAM_TYPE_LARGE=1 \
-		$(PYTHON_IN_VENV) -m pytest tests/integration/test_types_*.py
+		$(PYTHON_IN_VENV) -m pytest tests/integration/test_types_*.py tests/integration/test_verify_forms.py
 
 clean: ## Remove what set-up, tests and runs have left in this directory
 	rm -rf bench.jsonl .venv .venv.lock .venv-* .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist src/*.egg-info

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,10 @@ from tests.fixtures.baselines import TABLES, write
 from tests.fixtures.capture import drive, source_spec
 from tests.fixtures.postgres import Database, fresh_database
 from tests.fixtures.repairing import do
+from tests.fixtures.type_oracle import available
+from tests.fixtures.type_oracle import texts as some_texts
+from tests.fixtures.typed_values import KINDS as TYPES
+from tests.fixtures.typed_values import SETUP
 
 pytestmark = [pytest.mark.postgres, pytest.mark.timeout(120)]
 
@@ -180,19 +184,57 @@ class Compared:
         return Repair(self.plan.reread(), self.target.repairer(), self.differing())
 
 
-@pytest.fixture
-def compared(request: pytest.FixtureRequest, tmp_path: Path, source: Database, copy: Database) -> Iterator[Compared]:
+@contextmanager
+def filled(name: str, tmp_path: Path, source: Database, copy: Database) -> Iterator[Compared]:
+    """A target of this kind with all tables of the source."""
     with drive(source, tmp_path), closing(take_snapshot(source_spec(source), lambda _: None)) as snapshot:
-        relations = tuple(dict.fromkeys(chunk.relation for chunk in snapshot.plan.chunks))
+        found = replace(snapshot.plan, chunks=tuple(one for one in snapshot.plan.chunks if one.relation.columns))
+        relations = tuple(dict.fromkeys(chunk.relation for chunk in found.chunks))
         ids = {relation: number + 1 for number, relation in enumerate(relations)}
-        rows = BaselinePlan(source_spec(source), snapshot.plan, "aaaa", SEQ, 100, ids, None)
-        target = made(request.param, tmp_path, copy)
+        rows = BaselinePlan(source_spec(source), found, "aaaa", SEQ, 100, ids, None)
+        target = made(name, tmp_path, copy)
         deliver(target, rows)
         assert isinstance(target, Verifiable)
-        chunks = tuple((relations.index(chunk.relation), at) for at, chunk in enumerate(snapshot.plan.chunks))
+        chunks = tuple((relations.index(chunk.relation), at) for at, chunk in enumerate(found.chunks))
         plan = Comparison(rows, target.reader(), relations, chunks, ())
         yield Compared(target, plan.reread())
         target.close()
+
+
+@pytest.fixture
+def compared(request: pytest.FixtureRequest, tmp_path: Path, source: Database, copy: Database) -> Iterator[Compared]:
+    with filled(request.param, tmp_path, source, copy) as made_and_filled:
+        yield made_and_filled
+
+
+@pytest.fixture(scope="module")
+def every_type(postgres: EmbeddedPostgres) -> Iterator[Database]:
+    """Two tables with a column of each type there is, and of arrays of it, odd values among them."""
+    with fresh_database(postgres) as database:
+        kinds = [kind for kind in available(database, TYPES) if not kind.needs]
+        kinds += [kind.array() for kind in kinds if not kind.name.endswith("[]") and kind.name != "refcursor"]
+        half = len(kinds) // 2
+        database.sql(f"{SETUP}; CREATE TABLE keyed (); CREATE TABLE whole ()")
+        for number, some in enumerate((kinds[:half], kinds[half:])):
+            columns = ", ".join(f"c{at} {kind.declared}" for at, kind in enumerate(some))
+            database.sql(f"CREATE TABLE many_{number} (id int PRIMARY KEY, {columns})")
+            rows = zip(*[some_texts(kind, 20) for kind in some], strict=True)
+            marks = ", ".join(f"%s::{kind.declared}" for kind in some)
+            with database.connect() as connection, connection.cursor() as cursor:
+                cursor.executemany(
+                    f"INSERT INTO many_{number} VALUES (%s, {marks})", [(at, *row) for at, row in enumerate(rows)]
+                )
+        yield database
+
+
+@pytest.mark.skipif("MILLSTREAM_TYPE_MATRIX" not in os.environ, reason="`make types` compares values of every type")
+@pytest.mark.parametrize("name", ["files", "delta", "delta changelog", "duckdb soft", "sqlite", "postgres"])
+def test_values_of_every_type_are_equal_to_themselves(
+    name: str, tmp_path: Path, every_type: Database, copy: Database
+) -> None:
+    with filled(name, tmp_path, every_type, copy) as found:
+        found.check()
+        assert [found.held(number).total() for number in range(2)] == [20, 20]
 
 
 SHAPE = Shape(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -62,7 +63,13 @@ def _parsed(texts: pa.StringArray, columns: dict[str, pa.DataType]) -> dict[str,
     options = pa.json.ParseOptions(explicit_schema=pa.schema(read_as), unexpected_field_behavior="ignore")
     block = pa.json.ReadOptions(use_threads=False, block_size=max(1 << 20, raw.size() + 1))
     found = pa.json.read_json(raw, read_options=block, parse_options=options)
-    return {name: whole(found[name]).cast(kind) for name, kind in columns.items()}
+    return {name: _typed(whole(found[name]), kind) for name, kind in columns.items()}
+
+
+def _typed(values: pa.Array, kind: pa.DataType) -> pa.Array:
+    if types.is_binary(kind):
+        return pa.array([None if text is None else b64decode(text) for text in values.to_pylist()], kind)
+    return values.cast(kind)
 
 
 def _is_plain(kind: pa.DataType) -> bool:
