@@ -151,6 +151,10 @@ def test_a_target_without_its_baseline_is_left_to_it(tmp_path: Path) -> None:
     it.submit(Order("shop", ("log",), Asked(), answers.append))
     await_that(lambda: it.serve() or bool(answers))
     assert answers[0]["error"]["message"] == "target log has not got its baseline yet"
+    running.stream = replace(running.stream, mode=Mode.SNAPSHOT)
+    it.submit(Order("shop", ("log",), Asked(), answers.append))
+    await_that(lambda: it.serve() or len(answers) == 2)
+    assert "cannot be brought to a position of the source" in answers[1]["error"]["message"]
     assert running.history == []
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from millstream.engine.verify import Asked, TargetVerification, VerifyStopped, can_repair, check_asked
 from millstream.engine.verify_report import TargetVerdict, VerifyReport
-from millstream.errors import MillstreamError, NotReady, RequestFailed, UnknownStream, VerifyFailed
+from millstream.errors import MillstreamError, NotReady, NotSupported, RequestFailed, UnknownStream, VerifyFailed
 from millstream.model import Json, Mode
 from millstream.observe import Event, Level, Observer
 from millstream.state.base import StateStore
@@ -151,6 +151,11 @@ class Verifier:
         spec = next((one for one in stream.targets if one.name == target), None) if stream else None
         if stream is None or spec is None:
             raise UnknownStream(f"stream {order.stream} with a target {target} does not run here")
+        if stream.mode is Mode.SNAPSHOT:
+            raise NotSupported(
+                f"stream {stream.name} gets no changes: its targets cannot be brought to a position of the source",
+                hint="only streams with changes can be compared",
+            )
         if stream.mode is not Mode.CDC and self._store.get_cursor(stream.name, target) is None:
             raise NotReady(f"target {target} has not got its baseline yet", hint="try again when it has")
         asked = order.asked
