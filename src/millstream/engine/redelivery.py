@@ -10,16 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from uuid import uuid4
 
+import pyarrow as pa
+
 from millstream.engine.fit import open_target
 from millstream.engine.home import Home
 from millstream.engine.repair import repair
 from millstream.errors import ConfigError, NotSupported, RowRefused
 from millstream.failpoint import failpoint
 from millstream.journal import JournalReader
-from millstream.model import Json, Relation, StreamSpec
+from millstream.model import Json, Op, Relation, StreamSpec
 from millstream.state.base import MISSING_BASE, Letter, LetterState, StateStore
 from millstream.targets.base import Rejecting, Target, TargetContext
-from millstream.targets.rejects import Reject, relies_on_its_row, unpacked
+from millstream.targets.lanes.tables import mirror_key
+from millstream.targets.rejects import Reject, key_texts, relies_on_its_row, unpacked
 
 
 @dataclass(frozen=True)
@@ -76,33 +79,37 @@ class Redelivery:
             by = f"the change with seq {letter.superseded_by} has written its row later; removed"
             return Outcome(letter.id, "superseded", by)
         try:
-            row = self._complete(target, letter)
-            done = target.redeliver(Relation.from_json(letter.relation), letter.relation_id, unpacked(row))
+            done = self._redeliver(target, letter)
         except RowRefused as refused:
             self._store.mark_letter(letter.id, reason=refused.message)
             return Outcome(letter.id, "rejected", refused.message)
         failpoint("letters.redelivered")
         if target.mirrors:
             for other in self._of_its_row(letter):
-                if other.seq < letter.seq:
+                if other.seq < letter.seq and other.kind == MISSING_BASE:
+                    self._store.remove_letters([other.id])
+                elif other.seq < letter.seq:
                     self._store.mark_letter(other.id, superseded_by=letter.seq)
         self._store.remove_letters([letter.id])
         if done:
             return Outcome(letter.id, "delivered", f"seq {letter.seq} of {letter.table}")
         return Outcome(letter.id, "superseded", "the target has this change or a newer row; removed")
 
-    def _complete(self, target: Rejecting, letter: Letter) -> bytes:
-        """The change, with the values that it relies on if those are not at the target."""
+    def _redeliver(self, target: Rejecting, letter: Letter) -> bool:
+        """Deliver the change, with the values that it relies on if the target does not have them."""
+        relation, change = Relation.from_json(letter.relation), unpacked(letter.payload)
         older = [other for other in self._of_its_row(letter) if other.seq < letter.seq]
-        stale = bool(older) and target.mirrors and relies_on_its_row(unpacked(letter.payload).to_batches()[0], 0)
+        # What the target has under a key that the row had before may be another row by now.
+        stale = target.mirrors and bool(older or _moves(change, relation))
+        stale = stale and relies_on_its_row(change.to_batches()[0], 0)
         if letter.kind != MISSING_BASE and not stale:
-            return letter.payload
+            return target.redeliver(relation, letter.relation_id, change)
         outcome = repair(self._stream, [_as_reject(letter)])
         if outcome.repaired:
-            return outcome.repaired[letter.event_id]
+            return target.redeliver(relation, letter.relation_id, unpacked(outcome.repaired[letter.event_id]))
         if letter.kind == MISSING_BASE and not stale:
             # The target may have got the row by other means.
-            return letter.payload
+            return target.redeliver(relation, letter.relation_id, change)
         raise RowRefused(outcome.left[0].reason, hint=f"retry letter {older[0].id} first" if older else None)
 
     def _of_its_row(self, letter: Letter) -> list[Letter]:
@@ -115,6 +122,15 @@ class Redelivery:
             and other.key is not None
             and other.state is LetterState.WAITING
         ]
+
+
+def _moves(change: pa.Table, relation: Relation) -> bool:
+    """Whether the change gives its row another key."""
+    key = mirror_key(relation)
+    if not key or change["_ms_op"][0].as_py() != chr(Op.UPDATE):
+        return False
+    new, old = (text[0].as_py() for text in key_texts(change, key))
+    return old is not None and new != old
 
 
 def _as_reject(letter: Letter) -> Reject:

@@ -8,7 +8,7 @@ may be taken from it: a change that relies on one (`_ms_unchanged`) lacks its ba
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,19 +162,12 @@ class Guard:
 
     def _passed(self, it: _Concerned, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
-            there = np.ones(batch.num_rows, bool)
-            gone: list[int] = []
             batch = self._repaired(batch)
+            pieces, begin = [], 0
             for at in it.concerned(batch, self._it.left_out):
-                if not self._take(it, batch, at):
-                    there[at] = False
-                    if it.moves(batch, at):
-                        # What the row was called before is free, whatever became of the row.
-                        there[at] = True
-                        gone.append(at)
-            if gone:
-                batch = _as_deletes(batch, gone)
-            yield batch if there.all() else batch.take(whole_numbers(np.flatnonzero(there)))
+                pieces += [batch.slice(begin, at - begin), *self._instead(it, batch.slice(at, 1))]
+                begin = at + 1
+            yield pa.concat_batches([*pieces, batch.slice(begin)]) if pieces else batch
 
     def _repaired(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The changes with those that were completed in their places."""
@@ -189,19 +182,35 @@ class Guard:
         order[[numbers[event] for event in more]] = batch.num_rows + np.arange(len(more))
         return pa.concat_batches([batch, *rows]).take(whole_numbers(order))
 
-    def _take(self, it: _Concerned, batch: pa.RecordBatch, at: int) -> bool:
-        """Whether this change goes on. What it makes obsolete, or lacks, is noted."""
-        if batch["_ms_event_id"][at].as_py() in self._it.left_out:
-            return False
-        seq = batch["_ms_seq"][at].as_py()
-        older = [letter for letter in it.letters(batch, at) if letter.seq < seq and self._is_open(letter, seq)]
-        if older and relies_on_its_row(batch, at):
-            row = pa.Table.from_batches([batch.slice(at, 1)])
-            self.rejects.append(reject(it.relation, it.relation_id, row, it.key, MissingBase(_MISSING)))
-            return False
+    def _instead(self, it: _Concerned, row: pa.RecordBatch) -> list[pa.RecordBatch]:
+        """What goes on of a change. What it makes obsolete, or lacks, is noted."""
+        seq, new, old = it.place(row)
+        if row["_ms_event_id"][0].as_py() in self._it.left_out:
+            if old is None or old == new or row["_ms_op"][0].as_py() != chr(Op.UPDATE):
+                return []
+            # What the row was called before is free, whatever became of the row.
+            self._supersede(it, {old}, seq)
+            return [_as_delete(row)]
+        all_rows = row["_ms_op"][0].as_py() == chr(Op.TRUNCATE)
+        older = self._open(it, None if all_rows else {new, old}, seq)
+        if older and relies_on_its_row(row, 0):
+            found = pa.Table.from_batches([row])
+            self.rejects.append(reject(it.relation, it.relation_id, found, it.key, MissingBase(_MISSING)))
+            return []
         for letter in older:
             self.superseded[letter.event_id] = seq
-        return True
+        misleads = older and not all_rows and it.relation.identity == "f"
+        return _afresh(row, new, old) if misleads else [row]
+
+    def _supersede(self, it: _Concerned, keys: set[str | None], seq: int) -> None:
+        for letter in self._open(it, keys, seq):
+            self.superseded[letter.event_id] = seq
+
+    def _open(self, it: _Concerned, keys: set[str | None] | None, seq: int) -> list[Held]:
+        """The letters of rows with these keys (None: of all rows) that are open before this change."""
+        mine = it.held if it.key else ()
+        mine = [letter for letter in mine if keys is None or (letter.key is not None and letter.key in keys)]
+        return [letter for letter in mine if letter.seq < seq and self._is_open(letter, seq)]
 
     def _is_open(self, letter: Held, seq: int) -> bool:
         return self.superseded.get(letter.event_id, seq) >= seq
@@ -226,20 +235,10 @@ class _Concerned:
             mask |= one_letter(batch["_ms_op"]) == Op.TRUNCATE
         return [int(at) for at in np.flatnonzero(mask)]
 
-    def letters(self, batch: pa.RecordBatch, at: int) -> Sequence[Held]:
-        """The letters of rows that this change writes."""
-        if not self.key:
-            return ()
-        if batch["_ms_op"][at].as_py() == chr(Op.TRUNCATE):
-            return self.held
-        keys = {text[0].as_py() for text in key_texts(batch.slice(at, 1), self.key)}
-        return [letter for letter in self.held if letter.key in keys]
-
-    def moves(self, batch: pa.RecordBatch, at: int) -> bool:
-        if not self.key or batch["_ms_op"][at].as_py() != chr(Op.UPDATE):
-            return False
-        new, old = (text[0].as_py() for text in key_texts(batch.slice(at, 1), self.key))
-        return old is not None and new != old
+    def place(self, row: pa.RecordBatch) -> tuple[int, str | None, str | None]:
+        """A change's seq, and the key of its row after and before it."""
+        new, old = (text[0].as_py() for text in key_texts(row, self.key)) if self.key else (None, None)
+        return int(row["_ms_seq"][0].as_py()), new, old
 
 
 def relies_on_its_row(batch: pa.RecordBatch, at: int) -> bool:
@@ -252,12 +251,38 @@ def relies_on_its_row(batch: pa.RecordBatch, at: int) -> bool:
     return any(before.get(name) is None and f"{BEFORE}.{name}" not in special for name in unsent)
 
 
-def _as_deletes(batch: pa.RecordBatch, rows: Sequence[int]) -> pa.RecordBatch:
-    """These changes as deletes of the rows that they found."""
-    mask = np.zeros(batch.num_rows, bool)
-    mask[list(rows)] = True
-    chosen = pa.array(mask.tolist(), pa.bool_())
-    for name, value in (("_ms_op", chr(Op.DELETE)), ("_ms_deleted", True)):
-        number = batch.schema.get_field_index(name)
-        batch = batch.set_column(number, batch.schema.field(number), pc.if_else(chosen, value, batch[name]))
-    return batch
+def _afresh(row: pa.RecordBatch, new: str | None, old: str | None) -> list[pa.RecordBatch]:
+    """A change that does not tell what it found: that was never written, and whoever looks for it would be misled."""
+    if row["_ms_op"][0].as_py() == chr(Op.DELETE):
+        return [_as_delete(row)]
+    moves = row["_ms_op"][0].as_py() == chr(Op.UPDATE) and old is not None and old != new
+    written = _rewritten(row, Op.CREATE, set(row["_ms_unchanged"][0].as_py()))
+    return [*([_as_delete(row)] if moves else []), written]
+
+
+def _as_delete(row: pa.RecordBatch) -> pa.RecordBatch:
+    """A delete of the row that the change found."""
+    if not row[BEFORE][0].is_valid:
+        return row
+    return _rewritten(row, Op.DELETE, {inner.name for inner in row.schema.field(BEFORE).type})
+
+
+def _rewritten(row: pa.RecordBatch, op: Op, from_old: Collection[str]) -> pa.RecordBatch:
+    """The change with another operation and without its old row, which some of its values are taken from."""
+    before = row[BEFORE]
+    special = dict(row["_ms_special"][0].as_py() or ())
+    texts = {name: special.get(f"{BEFORE}.{name}" if name in from_old else name) for name in row.schema.names}
+    ours: dict[str, Any] = {
+        "_ms_op": chr(op),
+        "_ms_deleted": op is Op.DELETE,
+        BEFORE: None,
+        "_ms_unchanged": [],
+        "_ms_special": [(name, text) for name, text in texts.items() if text is not None],
+    }
+    columns = []
+    for field_ in row.schema:
+        if field_.name in ours:
+            columns.append(pa.array([ours[field_.name]], field_.type))
+        else:
+            columns.append(pc.struct_field(before, [field_.name]) if field_.name in from_old else row[field_.name])
+    return pa.RecordBatch.from_arrays(columns, schema=row.schema)
