@@ -309,9 +309,11 @@ class RunningStreams:
             (member, target)
             for member in self._of(capture)
             for target in member.spec.targets
+            # The store is asked last, and not ten times a second while all that should run does.
             if self._deliver
-            and target.name not in (member.deliveries | member.unfit | self._store.needs_reload(member.name))
+            and target.name not in (member.deliveries | member.unfit)
             and (member.name, target.name) not in self._held
+            and target.name not in self._store.needs_reload(member.name)
             and not is_paused(self._store, member.name, target.name)
         ]
 
