@@ -72,3 +72,18 @@ def test_tables_arrive_whole_though_a_worker_is_killed_after_its_commit(bench: B
     batches = bench.watching.of("delivery.batch")
     assert sum(batch.fields["rows"] for batch in batches) == bench.journal.last_seq
     assert database.sql("SELECT seq FROM _millstream.cursors") == [(bench.journal.last_seq,)]
+
+
+def test_rows_that_the_database_refuses_are_letters_and_the_others_arrive(bench: Bench, database: Database) -> None:
+    database.sql("CREATE TABLE orders (id int PRIMARY KEY, body text CHECK (body <> 'bad'))")
+    rows = [("public.orders", number, "bad" if number in (3, 70) else f"body {number}") for number in range(100)]
+    bench.journal.transaction([*rows, ("public.items", 1, "bad")])
+    bench.journal.append(ORDERS, [update(["3", "better"]), delete(key=["5", None])])
+    limits = BatchLimits(max_ms=0, max_bytes=1 << 30, max_events=101)
+    assert bench.deliver_all(limits).error is None
+    letters = [(one.seq, one.kind, one.state.value) for one in bench.store.letters("shop", "log")]
+    assert letters == [(4, "constraint", "superseded"), (71, "constraint", "waiting")]
+    expected = {id_: body for _, id_, body in rows} | {3: "better"}
+    del expected[5], expected[70]
+    assert dict(database.sql("SELECT id, body FROM orders")) == expected
+    assert database.sql("SELECT id, body FROM items") == [(1, "bad")]
