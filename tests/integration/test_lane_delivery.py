@@ -10,11 +10,11 @@ import pytest
 from pyspark.sql import SparkSession
 
 from millstream.model import BatchLimits, StreamState
-from millstream.targets.base import Lane, Target
+from millstream.targets.base import Target
 from tests.fixtures.delivery import Bench
 from tests.fixtures.journals import Journal, shop_table
 from tests.fixtures.postgres import Database
-from tests.fixtures.stagers import killing
+from tests.fixtures.stagers import Killed
 from tests.fixtures.tuples import delete, truncate, update
 
 pytestmark = [pytest.mark.spark, pytest.mark.postgres]
@@ -30,21 +30,6 @@ def bench(spark: SparkSession, tmp_path: Path, database: Database) -> Iterator[B
     made = Bench(spark, tmp_path, journal, kind="postgres", options={"uri": database.uri})
     yield made
     made.close()
-
-
-class Killed:
-    """A target whose workers are killed once, at a step of theirs."""
-
-    def __init__(self, inner: Target, step: str, directory: Path) -> None:
-        self._inner, self._step, self._directory = inner, step, directory
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def stager(self) -> Any:
-        lane = self._inner.stager()
-        assert isinstance(lane, Lane)
-        return killing(lane, self._step, str(self._directory))
 
 
 def test_tables_arrive_whole_though_a_worker_is_killed_after_its_commit(bench: Bench, database: Database) -> None:

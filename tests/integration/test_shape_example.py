@@ -15,14 +15,15 @@ import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import SparkSession
 
-from millstream import Home, Observers, StreamSpec, load_streams, run
+from millstream import Engine, StreamSpec, load_streams
+from millstream.errors import NotSupported
 from millstream.fold import fold
-from millstream.observe import Event
 from millstream.sources import open_source
 from millstream.sources.base import Severity
 from millstream.spark.analysis import SparkAnalyst
 from millstream.transforms.check import shape_findings
 from millstream.transforms.shape import Shape, SqlFilter, Step
+from tests.fixtures.engines import await_that
 from tests.fixtures.postgres import Database
 
 pytestmark = [pytest.mark.postgres, pytest.mark.spark, pytest.mark.timeout(240)]
@@ -73,14 +74,6 @@ def stream(database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     return replace(found, shape=replace(found.shape, transforms=tuple(steps)))
 
 
-class Listening:
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    def on_event(self, event: Event) -> None:
-        self.told.append(f"{event.kind}: {event.message}")
-
-
 def expected(database: Database) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
     customers = [
         (id, name, hashlib.sha256(f"pepper{email}".encode()).hexdigest(), phone, country)
@@ -106,17 +99,20 @@ def logged(root: Path, table: str) -> list[dict[str, Any]]:
 def test_the_example_delivers_what_it_says(
     spark: SparkSession, stream: StreamSpec, database: Database, tmp_path: Path
 ) -> None:
-    def deliver() -> None:
-        heard = Listening()
-        done = run([stream], home=Home(tmp_path / "home"), once=True, master=None, observers=Observers([heard]))
-        assert done == 0, heard.told
-
-    deliver()
-    assert copied(tmp_path) == expected(database)
-    database.sql(CHANGES)
-    deliver()
-    wanted = expected(database)
-    assert copied(tmp_path) == wanted
+    with Engine(tmp_path / "home") as engine:
+        engine.upsert_streams([stream])
+        engine.await_ready("shop", 120)
+        assert copied(tmp_path) == expected(database)
+        database.sql(CHANGES)
+        wanted = expected(database)
+        await_that(lambda: copied(tmp_path) == wanted, 60)
+        (log,) = engine.verify("shop", "log").targets
+        assert log.equal
+        with closing(sqlite3.connect(tmp_path / "copy.db")) as db:
+            db.execute("UPDATE \"public.orders\" SET status = 'planted' WHERE id = 1")
+            db.commit()
+        with pytest.raises(NotSupported, match=r"public\.orders differs, and is filtered or transformed in SQL"):
+            engine.verify("shop", "copy", repair=True)
     orders, customers = logged(tmp_path, "public.orders"), logged(tmp_path, "public.customers")
     assert [(row["id"], row["status"], str(row["gross"])) for row in orders] == [
         (id, status, gross) for id, status, _, gross, _, _ in wanted[0]

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import SparkSession
 
 from millstream.errors import ConfigError, TargetRefused
 from millstream.fold import fold
+from millstream.model import BatchLimits, StreamState
 from millstream.spark.shaped import gathered
 from millstream.transforms.compiled import compiled
 from millstream.transforms.shape import FieldFilter, Shape, Shaping, SqlFilter, Step
+from tests.fixtures.delivery import Bench
 from tests.fixtures.histories import History
+from tests.fixtures.journals import Journal, shop_table
 from tests.fixtures.shaped import as_they_are, shaped_by_spark
+from tests.fixtures.stagers import Killed
+from tests.fixtures.tuples import delete, update
 
 pytestmark = pytest.mark.spark
 
@@ -211,3 +219,46 @@ def test_sql_that_fails_on_a_row_is_named_without_the_value(
     said = "stream shop: a filter or transform in SQL fails on a row: CAST_INVALID_INPUT"
     assert refused.value.message == said
     assert "hunter" not in str(refused.value) + "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(("kind", "step"), [("sqlite", "lane.committed"), ("files", "files.staged")])
+def test_a_batch_in_sql_comes_once_though_its_worker_is_killed(
+    spark: SparkSession, tmp_path: Path, kind: str, step: str
+) -> None:
+    """One table in SQL beside one without, in batches of whole transactions."""
+    journal, orders = Journal.create(tmp_path / "journal"), shop_table("orders", 16_400)
+    journal.register(orders)
+    journal.register(shop_table("items", 16_401))
+    shape = Shape(filters=(SqlFilter("body LIKE '%1'", ("public.orders",)),))
+    options = {"path": str(tmp_path / "copy.db")} if kind == "sqlite" else {}
+    bench = Bench(spark, tmp_path, journal, kind=kind, options=options, shape=shape)
+    for number in range(4):
+        rows = [("public.orders", number * 10 + at, f"{number}-{at}") for at in range(10)]
+        journal.transaction([*rows, ("public.items", number, "an item")])
+    journal.append(orders, [update(["1", "left"]), update(["12", "entered 1"]), delete(key=["21", None])])
+    kills = tmp_path / "kills"
+    kills.mkdir()
+    limits = BatchLimits(max_ms=0, max_bytes=1 << 30, max_events=30)
+    query = bench.query(once=True, limits=limits, wrap=lambda target: Killed(target, step, kills))
+    query.start()
+    assert query.wait(120)
+    assert (query.state, query.error) == (StreamState.STOPPED, None)
+    assert f"{step}.fired" in {path.name for path in kills.iterdir()}
+    if kind == "sqlite":
+        with closing(sqlite3.connect(tmp_path / "copy.db")) as db:
+            found = dict(db.execute('SELECT id, body FROM "public.orders"').fetchall())
+            assert db.execute('SELECT count(*) FROM "public.items"').fetchone() == (4,)
+        assert found == {11: "1-1", 31: "3-1", 12: "entered 1"}
+    else:
+        names = [file["path"] for commit in bench.commits() for file in commit["files"]]
+        assert sorted(names) == sorted(str(path.relative_to(bench.log)) for path in bench.log.glob("public.*/*"))
+        tables = [pq.read_table(path, partitioning=None) for path in bench.log.glob("public.orders/*")]
+        changes = pa.concat_tables(tables).sort_by("_ms_seq")
+        seen = zip(*(changes[name].to_pylist() for name in ("_ms_op", "id", "body")), strict=True)
+        assert list(seen) == [
+            *[("c", number * 10 + 1, f"{number}-1") for number in range(4)],
+            *[("d", 1, None), ("u", 12, "entered 1"), ("d", 21, None)],
+        ]
+    batches = bench.watching.of("delivery.batch")
+    assert sum(batch.fields["rows"] + batch.fields["skipped"] for batch in batches) == journal.last_seq
+    bench.close()

@@ -22,6 +22,8 @@ from millstream.changelog import exposed
 from millstream.engine.batch import named_error
 from millstream.model import Json, Relation
 from millstream.spark.baseline import BaselinePlan, ChunkRows
+from millstream.spark.images import Binding
+from millstream.spark.shaped_baseline import packed_chunks
 from millstream.spark.stage import describe
 from millstream.targets.base import Correction, Reader, Repairer
 from millstream.targets.forms import told
@@ -63,6 +65,8 @@ class Comparison:
     """Number of the table, number of the snapshot's chunk."""
     parts: tuple[tuple[int, Json], ...]
     """Number of the table, part of the target."""
+    by_spark: tuple[tuple[int, Binding], ...] = ()
+    """The tables whose filters or transforms are in SQL or Python, with these: Spark does them."""
 
     def only(self, tables: Sequence[int]) -> Comparison:
         """The same of some tables alone."""
@@ -177,9 +181,16 @@ class Comparing:
         def frame(count: int, tasks: int, task: Task) -> DataFrame:
             return self._spark.range(0, count, 1, max(1, min(count, tasks))).mapInArrow(task, _ROWS_DDL)
 
+        by_spark = dict(plan.by_spark)
+        plain = replace(plan, chunks=tuple(one for one in plan.chunks if one[0] not in by_spark))
         tasks = TASKS if plan.reader.parallel else 1
-        source = frame(len(plan.chunks), TASKS, partial(_tell_all, plan, _SOURCE))
-        return source.union(frame(len(plan.parts), tasks, partial(_tell_all, plan, _TARGET)))
+        rows = frame(len(plain.chunks), TASKS, partial(_tell_all, plain, _SOURCE))
+        for table, binding in by_spark.items():
+            chunks = [chunk for number, chunk in plan.chunks if number == table]
+            if chunks:
+                packed = packed_chunks(self._spark, plan.snapshot, binding, [[chunk] for chunk in chunks])
+                rows = rows.union(packed.mapInArrow(partial(_tell_packed, plan, table), _ROWS_DDL))
+        return rows.union(frame(len(plan.parts), tasks, partial(_tell_all, plan, _TARGET)))
 
 
 def _bucket() -> Column:
@@ -239,6 +250,21 @@ def _source(plan: Comparison, number: int) -> Iterator[pa.RecordBatch]:
     table, chunk = plan.chunks[number]
     for rows in ChunkRows(plan.snapshot, [chunk]).changes:
         yield _told(plan, table, _SOURCE, plan.reader.expected(plan.relations[table], rows))
+
+
+def _tell_packed(plan: Comparison, table: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The function for `mapInArrow`: what Spark made of the source's rows in, the same as texts out."""
+    relation = plan.relations[table]
+    try:
+        for packed in batches:
+            for changes, error in zip(packed["changes"], packed["error"], strict=True):
+                if error.is_valid:
+                    yield _error(json.loads(error.as_py()))
+                elif changes.is_valid:
+                    for rows in pa.ipc.open_stream(changes.as_buffer()):
+                        yield _told(plan, table, _SOURCE, plan.reader.expected(relation, rows))
+    except Exception as failed:  # noqa: BLE001 - named to the driver, which raises it there
+        yield _error(describe(failed))
 
 
 def _target(plan: Comparison, number: int) -> Iterator[pa.RecordBatch]:

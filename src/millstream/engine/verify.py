@@ -35,6 +35,7 @@ from millstream.observe import Event, Level, Observer
 from millstream.sources import take_snapshot
 from millstream.sources.base import SnapshotPlan
 from millstream.spark.baseline import BaselinePlan
+from millstream.spark.shaped import binding_of
 from millstream.spark.tables import OwnTables
 from millstream.state.base import StateStore
 from millstream.targets.base import ASKING, Reader, Repairable, Repairer, Target, Verifiable
@@ -222,9 +223,17 @@ class TargetVerification:
         rows = BaselinePlan(self._stream.source, found, header.event_prefix, seq, found.position, ids, None, shaping)
         numbers = {relation: number for number, relation in enumerate(relations)}
         chunks = [(numbers[c.relation], at) for at, c in enumerate(found.chunks) if c.relation in numbers]
-        delivered = tuple(_shaped(shaping, relation) for relation in relations)
+        by_spark = {
+            number: binding
+            for number, relation in enumerate(relations)
+            if (binding := binding_of(self._spark, shaping, relation, ids[relation])) is not None
+        }
+        delivered = tuple(
+            by_spark[number].bound().relation if number in by_spark else _shaped(shaping, relation)
+            for number, relation in enumerate(relations)
+        )
         parts = [(number, part) for number, relation in enumerate(delivered) for part in reader.parts(relation)]
-        return Comparison(rows, reader, delivered, tuple(chunks), tuple(parts))
+        return Comparison(rows, reader, delivered, tuple(chunks), tuple(parts), tuple(by_spark.items()))
 
     def _compare(self, plan: Comparison, found: SnapshotPlan, repairer: Repairer | None) -> tuple[TableVerdict, ...]:
         comparing = Comparing(self._spark, plan)
@@ -320,6 +329,12 @@ def _shaped(shaping: Shaping | None, relation: Relation) -> Relation:
 
 
 def _refuse_repair(plan: Comparison, counts: dict[int, tuple[int, int, int]], keys: Sequence[Differing]) -> None:
+    in_sql = [plan.relations[one.table].table for one in keys if one.table in dict(plan.by_spark)]
+    if in_sql:
+        raise NotSupported(
+            f"{in_sql[0]} differs, and is filtered or transformed in SQL or Python: single rows cannot be read so",
+            hint="begin a new target, which gets all rows; or repair other tables with --table",
+        )
     keyless = [plan.relations[one.table].table for one in keys if one.key is None]
     if keyless:
         raise NotSupported(

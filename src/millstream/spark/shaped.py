@@ -11,7 +11,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from functools import lru_cache, reduce
+from functools import reduce
 from pathlib import Path
 
 import pyarrow as pa
@@ -62,18 +62,23 @@ from millstream.transforms.sql import SqlStep
 ArrowFunction = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
 
-@lru_cache(maxsize=1024)
-def _binding(_: str, spark: SparkSession, shaping: Shaping, relation: Relation) -> Binding:
-    bound = compiled_by(SparkAnalyst(lambda: spark), shaping, relation)
-    assert bound is not None  # noqa: S101 - something is for this table
-    return Binding(shaping, relation, bound.outputs)
+_known: dict[tuple[str, Relation], Binding] = {}
+"""What Spark has said of tables. It says the same in every session, of which each batch brings a new one."""
+MOST_KNOWN = 1024
 
 
 def binding_of(spark: SparkSession, shaping: Shaping | None, relation: Relation, relation_id: int) -> Binding | None:
     """The table's filters and transforms if Spark has a part in them. Raises ConfigError for what does not compile."""
     if shaping is None or relation_id == MESSAGES or not wants_spark(shaping, relation):
         return None
-    return _binding(shaping.key(), spark, shaping, relation)
+    about = shaping.key(), relation
+    if about not in _known:
+        bound = compiled_by(SparkAnalyst(lambda: spark), shaping, relation)
+        assert bound is not None  # noqa: S101 - something is for this table
+        if len(_known) >= MOST_KNOWN:
+            _known.clear()
+        _known[about] = Binding(shaping, relation, bound.outputs)
+    return _known[about]
 
 
 def run_shaped(spark: SparkSession, plan: StagePlan, span: SeqRange) -> tuple[Sequence[Row], int] | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 from pyspark import TaskContext
-from pyspark.sql import Row, SparkSession
+from pyspark.sql import DataFrame, Row, SparkSession
 
 from millstream.errors import TargetRefused
 from millstream.failpoint import failpoint
@@ -38,14 +38,19 @@ def run_shaped_baseline(spark: SparkSession, plan: BaselinePlan) -> Sequence[Row
     for relation, binding in bindings.items():
         chunks = tables[relation]
         tasks = [chunks] if lane else [[number] for number in chunks]
-        images = numbers(spark, len(tasks)).mapInArrow(_split(plan, binding, tasks), first_schema(binding))
-        frames.append(packed_frame(images, binding, plan.relation_ids[relation]))
+        frames.append(packed_chunks(spark, plan, binding, tasks))
     plain = [number for relation, chunks in tables.items() if relation not in bindings for number in chunks]
     if plain:
         work = [[{"chunk": number} for number in plain]] if lane else [[{"chunk": number}] for number in plain]
         frames.append(numbers(spark, len(work)).mapInArrow(packed_work(work), PACKED_DDL))
     relations = {plan.relation_ids[relation]: binding.bound().relation for relation, binding in bindings.items()}
     return gathered(frames, _stage(plan, relations), one_task=lane, stream=stream_of(plan.shaping))
+
+
+def packed_chunks(spark: SparkSession, plan: BaselinePlan, binding: Binding, tasks: list[list[int]]) -> DataFrame:
+    """What filters and transforms make of chunks of one table, packed; `tasks` has their numbers, task by task."""
+    images = numbers(spark, len(tasks)).mapInArrow(_split(plan, binding, tasks), first_schema(binding))
+    return packed_frame(images, binding, plan.relation_ids[binding.relation])
 
 
 def _split(plan: BaselinePlan, binding: Binding, tasks: list[list[int]]) -> ArrowFunction:
