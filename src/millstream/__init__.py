@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         TargetSpec,
     )
     from millstream.observe import Event, Level, Observer, Observers
+    from millstream.transforms.shape import FieldFilter, Shape, SqlFilter, Step
 
 __version__ = "0.1.0"
 
@@ -48,6 +49,7 @@ __all__ = [
     "DeadLetters",
     "Engine",
     "Event",
+    "FieldFilter",
     "Home",
     "JournalReader",
     "Level",
@@ -60,7 +62,10 @@ __all__ = [
     "Relation",
     "Replicator",
     "SeqRange",
+    "Shape",
     "SourceSpec",
+    "SqlFilter",
+    "Step",
     "StreamSpec",
     "StreamState",
     "StreamStatus",
@@ -107,6 +112,7 @@ _ROOMS = {
         "TargetSpec",
     ),
     "millstream.observe": ("Event", "Level", "Observer", "Observers"),
+    "millstream.transforms.shape": ("FieldFilter", "Shape", "SqlFilter", "Step"),
 }
 _HOMES = {name: room for room, names in _ROOMS.items() for name in names}
 

@@ -26,6 +26,8 @@ from tests.fixtures.tuples import NUMERIC_12_2, delete, insert, journal_rows, re
 from tests.integration.test_baseline_kills import Deliveries
 from tests.integration.test_delivery_kills import failpoints, fill, run_until_it_ends
 from tests.unit.test_lanes import expected
+from tests.unit.test_shape_histories import NOTES, bound, shaped
+from tests.unit.test_shape_histories import expected as inside_of
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -88,6 +90,21 @@ def test_a_mirror_equals_the_table_whatever_happens_to_it(
             amount = special.get("amount", None if row["amount"] is None else str(row["amount"]))
             found.add((row["shop"], row["id"], row["note"], row["doc"], amount))
     assert found == expected(history)
+
+
+@settings(max_examples=4, deadline=None)
+@given(st.integers(0, 10**9), st.integers(1, 50), st.lists(st.integers(0, 10**6), max_size=4))
+def test_a_filtered_mirror_has_the_rows_inside_and_no_others(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, steps: int, cuts: list[int]
+) -> None:
+    history = History(seed, True).play(steps)
+    to = bound(history, fields=(NOTES,))
+    lake = Lake(tmp_path_factory.mktemp("lake"))
+    for span, batches in shaped(history, cuts, to):
+        lake.batch(span, [Part(to.relation, 1, iter(batches))])
+    there = lake.table().to_pylist() if (lake.path / "public.t").exists() else []
+    found = {(row["shop"], row["id"], row["note"], row["doc"]) for row in there}
+    assert found == {row[:4] for row in inside_of(history, (NOTES,))}
 
 
 @settings(max_examples=6, deadline=None)
