@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import pytest
 
 from millstream.embedded import EmbeddedPostgres
 from millstream.errors import MissingBase, TargetRefused, TargetUnavailable
+from millstream.targets.base import Part
 from millstream.targets.lanes import sessions
 from millstream.targets.lanes.lane import LaneTarget
 from millstream.targets.postgres import PostgresTarget
 from millstream.targets.postgres_options import PostgresTargetOptions
+from millstream.targets.rejects import Guard, Outstanding, RowsRejected
 from tests.fixtures.capture import Driver, drive
 from tests.fixtures.lanes import CONTEXT, assert_equal, batch_after, batches, captured, deliver
 from tests.fixtures.postgres import Database, fresh_database
@@ -242,6 +245,42 @@ def test_foreign_keys_hold_for_a_role_without_rights(database: Database, copy: D
     copy.sql(f"DROP OWNED BY {role} CASCADE; DROP ROLE {role}")
 
 
+def test_a_refused_parent_takes_its_children_along_and_nobody_else(
+    database: Database, copy: Database, tmp_path: Path
+) -> None:
+    database.sql(FAMILY)
+    uri, role = as_plain_user(copy), f"plain_{copy.name}"
+    copy.sql(f"{FAMILY} ALTER TABLE parent OWNER TO {role}; ALTER TABLE child OWNER TO {role}")
+    copy.sql("ALTER TABLE parent ADD CHECK (name <> 'bad')")
+    target = PostgresTarget(PostgresTargetOptions(uri=uri))
+    target.open(CONTEXT)
+    with drive(database, tmp_path) as capture:
+        database.sql(
+            "BEGIN; INSERT INTO parent SELECT n, CASE n WHEN 5 THEN 'bad' ELSE 'p' END FROM generate_series(1, 9) n; "
+            "INSERT INTO child SELECT n, n, 'c' FROM generate_series(1, 9) n; DELETE FROM child WHERE id = 2; COMMIT"
+        )
+        capture.catch_up()
+        batch = batch_after(capture, captured(capture), 0)
+        with pytest.raises(RowsRejected) as found:
+            deliver(target, replace(batch, isolate=True))
+        assert [(one.table, one.kind, one.key) for one in found.value.rejects] == [
+            ("public.parent", "constraint", "5"),
+            ("public.child", "constraint", "5"),
+        ]
+        assert copy.sql("SELECT to_regclass('_millstream.cursors') IS NOT NULL") == [(True,)]
+        assert copy.sql("SELECT count(*) FROM parent") == [(0,)], "nothing is written before the letters are"
+        guard = Guard(Outstanding(True, left_out=frozenset(one.event_id for one in found.value.rejects)))
+        batch = batch_after(capture, captured(capture), 0)
+        passed = [
+            Part(p.relation, p.relation_id, guard.passed(p.relation, p.relation_id, p.batches)) for p in batch.parts
+        ]
+        deliver(target, replace(batch, parts=passed))
+    assert copy.sql("SELECT array_agg(id ORDER BY id) FROM parent") == [([1, 2, 3, 4, 6, 7, 8, 9],)]
+    assert copy.sql("SELECT array_agg(id ORDER BY id) FROM child") == [([1, 3, 4, 6, 7, 8, 9],)]
+    target.close()
+    copy.sql(f"DROP OWNED BY {role} CASCADE; DROP ROLE {role}")
+
+
 def test_foreign_keys_in_a_circle_are_refused_clearly(database: Database, copy: Database, tmp_path: Path) -> None:
     circle = FAMILY + "ALTER TABLE parent ADD COLUMN best int; "
     database.sql(circle)
@@ -295,6 +334,18 @@ def test_a_lost_connection_is_replaced(database: Database, copy: Database, tmp_p
         )
         mirror(capture, target)
     assert_equal(database, copy, "item")
+
+
+def test_a_session_that_nobody_uses_does_not_stay(copy: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "IDLE", "200ms")
+    target = opened(copy)
+    count = (
+        "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'millstream' AND datname = current_database()"
+    )
+    assert copy.sql(count) == [(1,)]
+    copy.await_true(f"SELECT ({count}) = 0", 10)
+    target.open(CONTEXT)
+    assert target.cursor() is None
 
 
 def test_a_server_that_cannot_be_reached_is_tried_again(copy: Database) -> None:

@@ -58,6 +58,11 @@ _REFUSED: tuple[tuple[str, str], ...] = (
 )
 """Libpq tells no SQLSTATE for a refused connection, only the server's sentence."""
 
+IDLE = "10min"
+"""How long a session is kept that no batch uses,"""
+_KNOWS_IDLE = 140000
+"""where the server can count that."""
+
 T = TypeVar("T")
 
 _COLUMN = re.compile(r"column (\w+)")
@@ -181,6 +186,9 @@ def _prepare(connection: Connection) -> bool:
     connection.execute(
         "SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'"
     )
+    if connection.info.server_version >= _KNOWS_IDLE:
+        # Each process that ever wrote keeps a session: the server ends those that nobody uses any more.
+        connection.execute("SELECT set_config('idle_session_timeout', $1, false)", (IDLE,))
     try:
         connection.execute("SET session_replication_role = replica")
     except psycopg.errors.InsufficientPrivilege:
