@@ -49,8 +49,9 @@ def _run_all(file: Path, runs: int, only: Sequence[str], *, force: bool) -> int:
         for name, options in ALL:
             if only and name not in only:
                 continue
-            command = ["bench", name, *flags(options), "--json", *(["--force"] if force else [])]
-            _say(f"{number + 1} of {runs}: {' '.join(command[1:-1])}")
+            asked = [name, *flags(options)]
+            command = ["bench", *asked, "--json", *(["--force"] if force else [])]
+            _say(f"{number + 1} of {runs}: {' '.join(asked)}")
             if not force:
                 _await_quiet()
             done = subprocess.run(
