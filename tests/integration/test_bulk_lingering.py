@@ -1,0 +1,65 @@
+"""After a catch-up the log is read in bulk until the slot has followed, or until that has taken too long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from millstream.observe import Event
+from millstream.sources.postgres import reading
+from tests.fixtures.bulk import TABLES, copy_slot, count, drive_copy, plain, small_steps, write_history
+from tests.fixtures.capture import drive
+from tests.fixtures.postgres import Database
+
+pytestmark = [pytest.mark.postgres, pytest.mark.timeout(120)]
+
+
+def prepared(database: Database, work: Path, monkeypatch: pytest.MonkeyPatch, *, seconds: float) -> tuple[str, str]:
+    """Two slots that hold the same history: much more than a stream would read again without a thought."""
+    small_steps(monkeypatch)
+    monkeypatch.setattr(reading, "LINGER_BYTES", 60_000)
+    monkeypatch.setattr(reading, "LINGER_SECONDS", seconds)
+    database.sql(TABLES)
+    with drive(database, work / "own"):
+        slots = f"{database.name}_stream", f"{database.name}_bulk"
+        copy_slot(database, *slots)
+    write_history(database, range(1, 6))
+    return slots
+
+
+def test_new_rows_come_in_bulk_until_the_slot_has_followed(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, in_bulk = prepared(database, tmp_path, monkeypatch, seconds=60)
+    events: list[Event] = []
+    with drive_copy(database, tmp_path, in_bulk, events) as driver:
+        driver.catch_up()
+        write_history(database, range(6, 8))
+        driver.catch_up()
+        assert count(events, "source.bulk_ended") == 0, "the slot holds everything back"
+        # A slot can move to where the server has noted which transactions were running.
+        database.sql("CHECKPOINT")
+        driver.catch_up()
+        driver.source.ack(driver.end)
+        while not count(events, "source.bulk_ended"):
+            driver.step()
+        write_history(database, range(8, 9))
+        driver.catch_up()
+    with drive_copy(database, tmp_path, stream, [], catch_up="streaming") as other:
+        other.catch_up()
+        assert [plain(row) for row in driver.rows] == [plain(row) for row in other.rows]
+
+
+def test_it_does_not_wait_for_ever(database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, in_bulk = prepared(database, tmp_path, monkeypatch, seconds=0.5)
+    events: list[Event] = []
+    with drive_copy(database, tmp_path, in_bulk, events) as driver:
+        driver.catch_up()
+        while not count(events, "source.bulk_ended"):
+            driver.step()
+        write_history(database, range(6, 7))
+        driver.catch_up()
+    with drive_copy(database, tmp_path, stream, [], catch_up="streaming") as other:
+        other.catch_up()
+        assert [plain(row) for row in driver.rows] == [plain(row) for row in other.rows]
