@@ -51,6 +51,11 @@ class BaselinePlan:
     """As in a `StagePlan`."""
 
 
+def chunk_staged() -> None:
+    """A chunk is staged, by this way or the one through Spark's SQL: a place to be killed at."""
+    failpoint("snapshot.chunk_staged")
+
+
 def baseline_function(plan: BaselinePlan) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     """The function for `mapInArrow`: numbers of chunks in, receipts out."""
 
@@ -80,7 +85,7 @@ def read_chunks(
         receipts = plan.stager.stage(reading.changes.relation, reading.relation_id, iter(reading.changes), where)
         if reading.rows != reading.changes.left_out + sum(receipt.rows for receipt in receipts):
             raise TargetRefused(f"{reading.relation.table}: rows were read but not all of them were staged")
-        failpoint("snapshot.chunk_staged")
+        chunk_staged()
         yield receipt_rows(receipts, reading.relation_id, reading.changes.left_out)
 
 

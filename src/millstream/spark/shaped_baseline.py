@@ -11,9 +11,8 @@ from pyspark import TaskContext
 from pyspark.sql import DataFrame, Row, SparkSession
 
 from millstream.errors import TargetRefused
-from millstream.failpoint import failpoint
 from millstream.model import Relation
-from millstream.spark.baseline import BaselinePlan, ChunkRows, read_chunks
+from millstream.spark.baseline import BaselinePlan, ChunkRows, chunk_staged, read_chunks
 from millstream.spark.images import Binding, image_schema, noting_errors, source_columns, split
 from millstream.spark.packed import PACKED_DDL, packed_work, unpack
 from millstream.spark.shaped import ArrowFunction, binding_of, first_schema, gathered, numbers, packed_frame, stream_of
@@ -99,5 +98,5 @@ def _staged(
         receipts = plan.stager.stage(table.relation, number, table.batches(), attempt)
         if table.rows != sum(receipt.rows for receipt in receipts):
             raise TargetRefused(f"{table.relation.table}: rows were shaped but not all of them were staged")
-        failpoint("snapshot.chunk_staged")
+        chunk_staged()
         yield receipt_rows(receipts, number, table.left_out)
