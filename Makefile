@@ -10,7 +10,7 @@ export PYTHONPATH := $(CURDIR)/src
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test next bench lint format chaos cluster histories reconnect lake docs types clean
+.PHONY: help setup demo test next bench rehearse lint format chaos cluster histories reconnect lake docs types clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -42,6 +42,9 @@ BENCH_OPTIONS ?=
 bench: setup ## Measure speed and latency on this machine, against others
 	@bench/debezium/build || true # it says itself what is missing; the other benches need none of it
 	@$(PYTHON_IN_VENV) -m millstream.bench.runs "$(BENCH_FILE)" --runs $(RUNS) $(BENCH_OPTIONS)
+
+rehearse: setup ## Run every bench of mirrors and whole engines once, small, to see that it comes to its figures
+	@MILLSTREAM_REHEARSE=1 $(PYTHON_IN_VENV) -m pytest tests/integration/test_bench_mirrors.py
 
 lint: setup ## Check style, format and types
 	@$(PYTHON_IN_VENV) -m ruff check

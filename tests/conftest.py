@@ -2,6 +2,8 @@
 
 import os
 
+from hypothesis import settings
+
 from millstream.demo.engine import SHORT_LIVED_JVM
 
 pytest_plugins = [
@@ -10,6 +12,10 @@ pytest_plugins = [
     "tests.fixtures.type_matrix",
     "tests.fixtures.engines",
 ]
+
+# How long an example takes says something of the machine, not of what is tested.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 for name, value in SHORT_LIVED_JVM.items():
     os.environ.setdefault(name, value)

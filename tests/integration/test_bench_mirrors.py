@@ -40,7 +40,11 @@ from millstream.embedded import EmbeddedPostgres
 from millstream.engine.home import Home
 from millstream.errors import ConfigError
 
-pytestmark = [pytest.mark.postgres, pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.postgres,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif("MILLSTREAM_REHEARSE" not in os.environ, reason="takes two minutes: `make rehearse` runs it"),
+]
 
 FEW = Part(20, 2_000)
 KEYS = keyed.LEAST

@@ -80,7 +80,7 @@ class Shop:
     def equal(self) -> None:
         """All is well again, and the copy is the table."""
         whole = self.source.sql(ITEMS)
-        await_that(lambda: self.copy_rows() == whole, 30)
+        await_that(lambda: self.copy_rows() == whole, 90)
         await_that(lambda: self.engine.get_status("shop").healthy)
 
     def fails(self, what: str) -> None:

@@ -88,6 +88,8 @@ def both_forms(database: Database, table: str, *statements: str) -> tuple[Relati
 
 
 def test_every_type_gives_the_same_columns_in_both_forms(any_database: Database, type_matrix: TypeMatrix) -> None:
+    if any_database.server.version < 18 and "MILLSTREAM_TYPE_ROWS" not in os.environ:
+        pytest.skip("older servers take half a minute more: `make types` runs it")
     trial = Trial(any_database, binary_kinds(any_database), ROWS, binary=True)
     assert trial.binary is not None
     for table in TABLES:

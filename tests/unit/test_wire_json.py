@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from millstream.wire.json_columns import json_objects, json_text
@@ -46,6 +46,7 @@ def test_decimals_keep_all_their_digits(numbers: list[int | None], scale: int, s
 
 
 @given(st.lists(st.floats() | st.none(), max_size=20))
+@example([-0.0])
 def test_doubles_come_back_to_the_last_bit(numbers: list[float | None]) -> None:
     named = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
     found = [named.get(value, value) for value in values(pa.array(numbers, pa.float64()))]

@@ -72,6 +72,8 @@ def _plain(array: pa.Array) -> pa.StringArray:
 
 def _float(array: pa.Array) -> pa.StringArray:
     text = array.cast(pa.string())
+    # Many readers take "-0" for an integer, which has no sign then.
+    text = pc.if_else(pc.equal(text, "-0"), "-0.0", text)
     finite = pc.fill_null(pc.is_finite(array), True)
     if pc.all(finite).as_py():
         return text
