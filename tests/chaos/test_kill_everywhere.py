@@ -17,7 +17,7 @@ from tests.fixtures.postgres import Database
 
 pytestmark = [pytest.mark.chaos, pytest.mark.postgres, pytest.mark.spark, pytest.mark.timeout(900)]
 
-ROUNDS = int(os.environ.get("MILLSTREAM_CHAOS_ROUNDS", "2"))
+ROUNDS = int(os.environ.get("MILLSTREAM_CHAOS_ROUNDS", "1"))
 EACH = os.environ.get("MILLSTREAM_CHAOS_EACH") == "1"
 
 ELSEWHERE = {

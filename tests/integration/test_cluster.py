@@ -27,6 +27,7 @@ def run_once(rig: Rig, master: str) -> int:
     return rig.engine.wait(240)
 
 
+@pytest.mark.skipif(not WHOLE, reason="two more Java processes take a minute: `make cluster` runs it")
 def test_two_executor_processes_deliver_the_same_stream(tmp_path: Path, database: Database) -> None:
     """The short form: begun on one machine's threads, gone on with on executors of their own."""
     with Rig(tmp_path, database, seed=13) as rig:
