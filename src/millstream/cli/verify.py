@@ -85,8 +85,10 @@ def show(out: Console, report: VerifyReport) -> None:
     from rich.text import Text
 
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("target", "table", "source rows", "target rows", "missing", "changed", "extra", ""):
-        table.add_column(column, justify="left" if column in ("target", "table", "") else "right", no_wrap=True)
+    for column in ("target", "table", "source rows", "target rows", "missing", "changed", "extra"):
+        table.add_column(column, justify="left" if column in ("target", "table") else "right", no_wrap=True)
+    # On a narrow terminal names are cut, not what was found.
+    table.add_column("", min_width=len("DIFFERENT"), no_wrap=True)
     for target in report.targets:
         for number, one in enumerate(target.tables):
             counts = (one.source_rows, one.target_rows, one.missing, one.changed, one.extra)
