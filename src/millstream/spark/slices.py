@@ -4,6 +4,9 @@ Spark asks three things of it, in a planning process of its own on the driver's 
 epoch starts, how far the next batch goes, and which slices lie in between. All three are answered
 from the journal's durable files, so that a batch that is planned again after a crash is the same.
 
+A delivery asks only the first two of it: it gives its tasks their slices itself (`spark.job`), since to plan
+a DataFrame of them takes longer than most batches. Who reads the query's rows finds the same slices.
+
 Offsets are cursors, `{"seq": n}`: everything up to and including n. `commit` and `stop` are ignored
 on purpose: Spark calls them late or never, and the cursor is kept elsewhere.
 """
