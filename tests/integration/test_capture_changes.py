@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 
 from millstream.errors import SourceHalted, SourceUnavailable
 from millstream.sources.base import Block
-from millstream.sources.postgres import source
+from millstream.sources.postgres import slot, source
 from tests.fixtures.capture import Driver, Oracle, drive, facts
 from tests.fixtures.postgres import Database
 
@@ -257,6 +259,47 @@ def test_two_captures_of_one_source_are_refused(database: Database, tmp_path: Pa
         capture.step()
         with pytest.raises(SourceUnavailable, match="another capture holds slot"), drive(database, tmp_path / "b"):
             pass
+
+
+def test_a_source_that_was_closed_is_free_for_the_next_capture(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot, "RELEASE_SECONDS", 20.0)
+    database.sql("CREATE TABLE t (id int PRIMARY KEY)")
+    reader = f"SELECT count(*) FROM pg_replication_slots WHERE slot_name = '{database.name}' AND active"
+    lock = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND database = (SELECT oid FROM pg_database "
+    taken = f"SELECT ({reader}), ({lock} WHERE datname = current_database()))"
+    with drive(database, tmp_path) as capture, database.connect() as other:
+        for number in range(20):
+            capture.connect()
+            database.sql(f"INSERT INTO t VALUES ({number})")
+            capture.catch_up()
+            assert other.execute(taken.encode()).fetchone() == (1, 1)
+            capture.source.ack(capture.end)
+            capture.source.close()
+            assert other.execute(taken.encode()).fetchone() == (0, 0)
+
+
+def test_a_server_that_does_not_answer_holds_up_no_close(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot, "RELEASE_SECONDS", 0.2)
+    database.sql("CREATE TABLE t (id int PRIMARY KEY)")
+    with drive(database, tmp_path) as capture:
+        capture.catch_up()
+        ((holder,),) = database.sql(
+            "SELECT pid FROM pg_locks WHERE locktype = 'advisory' "
+            "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+        )
+        os.kill(holder, signal.SIGSTOP)
+        try:
+            closing = threading.Thread(target=capture.source.close)
+            closing.start()
+            closing.join(10)
+            assert not closing.is_alive()
+        finally:
+            os.kill(holder, signal.SIGCONT)
+        capture.connect()
 
 
 def test_a_publication_that_is_changed_while_we_read_halts(

@@ -1,6 +1,7 @@
 """The replication slot: made once, after the publications, and looked at ever after.
 
 lock_source(conn, options.slot)                               one capture per source
+release_source(conn, options.slot)                            the next one may have it
 ensure_slot(conn, replication, options, ...) -> SlotStart     first start, no journal yet
 slot_info(conn, options.slot)                -> SlotInfo | None
 drop_slot(conn, options.slot)                -> bool
@@ -8,20 +9,29 @@ drop_slot(conn, options.slot)                -> bool
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Final
 
+import psycopg
+from psycopg import pq
 from psycopg.pq.abc import PGconn
 
 from millstream.errors import SourceHalted, SourceUnavailable
 from millstream.failpoint import failpoint
 from millstream.model import Json
-from millstream.sources.postgres.connection import Connection, command, translated
+from millstream.sources.postgres.connection import Connection, command, literal, translated
 from millstream.sources.postgres.lsn import parse_lsn
 from millstream.sources.postgres.options import PostgresOptions
+from millstream.sources.postgres.session import Refused, Session, Turns
 
 PLUGIN = "pgoutput"
+
+RELEASE_SECONDS: Final = 1.0
+"""A server that does not answer holds up the end of a capture no longer than this."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,7 @@ def lock_source(conn: Connection, slot: str) -> None:
 
     Raises SourceUnavailable, since the holder may be our own predecessor on its way out.
     """
-    key = int.from_bytes(hashlib.sha256(f"millstream slot {slot}".encode()).digest()[:8], "big", signed=True)
+    key = _lock_key(slot)
     with translated("locking the source"):
         row = conn.execute("SELECT pg_try_advisory_lock(%s)", (key,)).fetchone()
         if row == (True,):
@@ -80,6 +90,33 @@ def lock_source(conn: Connection, slot: str) -> None:
         f"another capture holds slot {slot}{by}",
         hint="stop the other Millstream, or give this source a `slot` of its own",
     )
+
+
+def release_source(conn: Connection, slot: str) -> None:
+    """Undo `lock_source`, so that a successor gets both the lock and the slot at once. Close `conn` afterwards.
+
+    A closed connection alone would do it a moment later: the server's process has to notice it first, the one
+    that read the slot too. Call when everything that read the slot is closed. Never raises, and takes no longer
+    than RELEASE_SECONDS: whatever it could not do, the end of the connection does.
+    """
+    deadline = time.monotonic() + RELEASE_SECONDS
+    with contextlib.suppress(psycopg.Error, SourceUnavailable, Refused):
+        if conn.pgconn.transaction_status == pq.TransactionStatus.IDLE:
+            for _ in _letting_go(Session(conn.pgconn), slot):
+                if time.monotonic() >= deadline:
+                    return
+
+
+def _letting_go(session: Session, slot: str) -> Turns:
+    reader = f"SELECT active_pid FROM pg_replication_slots WHERE slot_name = {literal(slot)} AND active"
+    while (yield from session.run(reader)):
+        yield from session.run("SELECT pg_sleep(0.005)")
+        yield
+    yield from session.run(f"SELECT pg_advisory_unlock({_lock_key(slot)})")
+
+
+def _lock_key(slot: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"millstream slot {slot}".encode()).digest()[:8], "big", signed=True)
 
 
 def slot_info(conn: Connection, slot: str) -> SlotInfo | None:

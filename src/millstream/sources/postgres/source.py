@@ -33,7 +33,7 @@ from millstream.sources.postgres.preflight import preflight
 from millstream.sources.postgres.publication import drift_error, sync_publications, watch_publications
 from millstream.sources.postgres.reading import Reading
 from millstream.sources.postgres.session import Session
-from millstream.sources.postgres.slot import ensure_slot, lock_source, slot_info
+from millstream.sources.postgres.slot import ensure_slot, lock_source, release_source, slot_info
 from millstream.sources.postgres.spool import Spool
 from millstream.sources.postgres.wire import check_wire
 
@@ -160,7 +160,10 @@ class PostgresSource:
         return format_lsn(position)
 
     def close(self) -> None:
-        """Send the last acknowledgement if the connection still takes it, and let go of both."""
+        """Send the last acknowledgement if the connection still takes it, and let go of both.
+
+        The next capture of the source may begin as soon as this returns, unless the server does not answer.
+        """
         reading, self._reading = self._reading, None
         stream, self._stream = self._stream, None
         control, self._control = self._control, None
@@ -172,6 +175,7 @@ class PostgresSource:
                 stream.get_cancel().cancel()
             stream.finish()
         if control is not None:
+            release_source(control, self._options.slot)
             control.close()
 
     # -- connections -------------------------------------------------------------------------
@@ -179,8 +183,13 @@ class PostgresSource:
     def _connections(self) -> tuple[Connection, PGconn]:
         if self._control is None:
             self.close()
-            self._control = connect(self._spec, self._options)
-            lock_source(self._control, self._options.slot)
+            control = connect(self._spec, self._options)
+            try:
+                lock_source(control, self._options.slot)
+            except BaseException:
+                control.close()
+                raise
+            self._control = control
         if self._stream is None:
             self._stream = connect_replication(self._spec, self._options)
         return self._control, self._stream
