@@ -263,6 +263,8 @@ class SourceSpec:
     """None: the journal keeps everything."""
     journal: JournalLimit | None = None
     """None: the journal grows as long as its disk has room."""
+    tenant: str = "default"
+    """Whose the source is; its schemas are registered under this name."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from millstream.cli.doctor import doctor
 from millstream.cli.journal import journal
 from millstream.cli.output import report_error
 from millstream.cli.run import run
+from millstream.cli.schema import schema
 from millstream.cli.status import status
 from millstream.cli.streams import apply, delete, list_streams, pause, resume
 from millstream.cli.verify import verify
@@ -74,6 +75,7 @@ app.command()(delete)
 app.add_typer(dlq, name="dlq")
 app.command()(verify)
 app.add_typer(journal, name="journal")
+app.add_typer(schema, name="schema")
 app.command()(doctor)
 app.command()(bench)
 app.command()(version)

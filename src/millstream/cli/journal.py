@@ -38,7 +38,7 @@ def ls(
     from millstream.cli import journal_list
 
     if name is None:
-        journals = [journal_list.summary(path) for path in _journals(home)]
+        journals = [journal_list.summary(path) for path in journals_of(home)]
         print_json(journals) if json else journal_list.print_journals(journals)
         return
     segments = journal_list.segments(find_journal(home, name))
@@ -58,7 +58,7 @@ def cat(
     """Print changes in their order, with their values."""
     from millstream.cli.journal_cat import changes, in_words
 
-    reader = _reader(find_journal(home, name))
+    reader = reader_of(find_journal(home, name))
     shown = changes(reader, tables=frozenset(table or ()), start=start, end=end, limit=limit)
     for change in shown:
         typer.echo(json_module.dumps(change, ensure_ascii=False, default=str) if json else in_words(change))
@@ -73,7 +73,7 @@ def verify(
     """Read every byte and compare it with what was written. Exit 1 when something is wrong."""
     from millstream.journal import verify as verify_journal
 
-    paths = _journals(home) if name is None else [find_journal(home, name)]
+    paths = journals_of(home) if name is None else [find_journal(home, name)]
     found: dict[str, list[str]] = {}
     with _progress_bar() as bar:
         for path in paths:
@@ -114,7 +114,7 @@ def rebase(
 journal.command()(prune)
 
 
-def _journals(home: str | None) -> list[Path]:
+def journals_of(home: str | None) -> list[Path]:
     """The directories of all journals, in order of their names."""
     from millstream.engine.home import Home as HomeDirectory
 
@@ -126,14 +126,14 @@ def find_journal(home: str | None, name: str) -> Path:
     """The directory of a journal. Raises JournalError that names those there are."""
     from millstream.errors import JournalError
 
-    paths = {path.name: path for path in _journals(home)}
+    paths = {path.name: path for path in journals_of(home)}
     if name not in paths:
         known = f"there are {', '.join(paths)}" if paths else "there is none yet"
         raise JournalError(f"no journal is called {name}: {known}", hint="check the name and --home")
     return paths[name]
 
 
-def _reader(path: Path) -> JournalReader:
+def reader_of(path: Path) -> JournalReader:
     from millstream.journal import JournalReader
 
     return JournalReader([str(path)])

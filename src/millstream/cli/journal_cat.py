@@ -102,6 +102,7 @@ def one_change(relation: Relation, row: dict[str, Any]) -> Json:
         "tx_index": row["_ms_tx_index"],
         "commit_ts": row["_ms_commit_ts"].isoformat(),
         "event_id": row["_ms_event_id"],
+        "schema": row["_ms_schema"],
         "values": {key: _plain(value) for key, value in row.items() if key not in METADATA},
         "before": None if before is None else {key: _plain(value) for key, value in before.items()},
         "unchanged": row["_ms_unchanged"],

@@ -74,6 +74,7 @@ def from_definition(value: Mapping[str, Any]) -> StreamSpec:
             options=source["options"],
             retention=Retention(**source["retention"]) if source["retention"] else None,
             journal=journal_limit(source.get("journal")),
+            tenant=source.get("tenant", "default"),
         ),
         mode=Mode(value["mode"]),
         targets=tuple(

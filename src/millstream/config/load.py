@@ -146,6 +146,7 @@ def _source_spec(keys: SourceKeys, stream: str, options: Mapping[str, Any], base
         retention=Retention(keys.retention.age, keys.retention.bytes) if keys.retention else None,
         journal=JournalLimit(keys.journal.max_bytes, keys.journal.on_full) if keys.journal else None,
         options=options,
+        tenant=keys.tenant,
     )
 
 

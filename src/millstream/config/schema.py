@@ -152,6 +152,7 @@ class SourceKeys(_KeysAndOptions):
     on_limit: Annotated[OnLimit, BeforeValidator(_one_of(OnLimit))] = OnLimit.RELEASE
     retention: Annotated[RetentionKeys, BeforeValidator(_retention)] | None = None
     journal: JournalKeys | None = None
+    tenant: Name = "default"
 
 
 class TargetKeys(_KeysAndOptions):

@@ -188,7 +188,10 @@ class CaptureLoop:
         if self._writer is None:
             path = self._order.journal
             size = self._order.segment_bytes or SEGMENT_BYTES
-            self._writer = JournalWriter.open(path, segment_bytes=size) if journal_exists(path) else self._create()
+            if journal_exists(path):
+                self._writer = JournalWriter.open(path, segment_bytes=size, tenant=self._spec.tenant)
+            else:
+                self._writer = self._create()
             header = self._writer.header
             if (header.source, header.source_kind) != (self._spec.name, self._spec.kind):
                 raise SourceHalted(
@@ -230,6 +233,7 @@ class CaptureLoop:
             first_seq=rebase.first_seq if rebase else 1,
             incarnation=rebase.incarnation if rebase else 1,
             segment_bytes=self._order.segment_bytes or SEGMENT_BYTES,
+            tenant=self._spec.tenant,
         )
         failpoint("capture.journal_created")
         self._event("capture.journal_created", f"a new journal begins at {self._text(start)}", position=start)

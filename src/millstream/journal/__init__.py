@@ -8,6 +8,7 @@ from millstream.journal.places import Earliest
 from millstream.journal.pruned import Pruned
 from millstream.journal.reader import JournalReader, Planned, Retained
 from millstream.journal.rowcheck import Problem
+from millstream.journal.schemas import InForce
 from millstream.journal.slices import open_slice
 from millstream.journal.verify import verify
 from millstream.journal.writer import JournalWriter, journal_exists
@@ -18,6 +19,7 @@ __all__ = [
     "Earliest",
     "Head",
     "Header",
+    "InForce",
     "JournalReader",
     "JournalSummary",
     "JournalWriter",

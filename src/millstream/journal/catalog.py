@@ -22,6 +22,9 @@ from millstream.journal.manifest import Entry, Manifest
 from millstream.journal.pruned import Pruned
 from millstream.journal.relations import FILE as RELATIONS
 from millstream.journal.relations import parse_line
+from millstream.journal.schemas import FILE as SCHEMAS
+from millstream.journal.schemas import InForce
+from millstream.journal.schemas import parse as parse_schemas
 from millstream.journal.segment import segment_name, segment_number
 from millstream.journal.slices import read_header
 from millstream.model import Relation
@@ -242,6 +245,14 @@ class Catalog:
                 self._relations[number] = relation
             self._relations_bytes = head.relations_bytes
         return dict(self._relations)
+
+    def schemas(self, head: Head) -> list[InForce] | None:
+        """Since when descriptions were in force; None where nobody has written it down yet."""
+        try:
+            raw = self._files.read_all(SCHEMAS)
+        except FileNotFoundError:
+            return None
+        return parse_schemas(raw, head.seq)
 
 
 def _closed(entries: Sequence[Entry]) -> Iterator[View]:

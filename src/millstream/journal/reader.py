@@ -17,6 +17,8 @@ from millstream.journal.format import Head, Header, Slice
 from millstream.journal.index import CUT_ROWS, Cut, to_cut
 from millstream.journal.places import Earliest
 from millstream.journal.pruned import Pruned
+from millstream.journal.schema_rows import from_rows
+from millstream.journal.schemas import InForce
 from millstream.journal.slices import open_slices, sealed_slices
 from millstream.model import Relation, SeqRange
 
@@ -87,6 +89,19 @@ class JournalReader:
     def relations(self) -> dict[int, Relation]:
         """All descriptions that visible rows may refer to."""
         return self._catalog.relations(self._visible())
+
+    def schemas(self) -> list[InForce]:
+        """Since when the descriptions of visible rows, also of pruned ones, were in force; in order of seq."""
+        written = self._catalog.schemas(self._visible())
+        return self.schemas_of_rows() if written is None else written
+
+    def schemas_of_rows(self) -> list[InForce]:
+        """The same, as far as the retained rows themselves tell it."""
+
+        def find(views: Sequence[View], head: Head) -> list[InForce]:
+            return from_rows(self._catalog, views, self._catalog.relations(head))
+
+        return self._with_views(find)
 
     def first_seq(self) -> int:
         """The lowest retained seq; one above the last when nothing is there."""

@@ -50,7 +50,10 @@ class RelationLog:
         whole = raw[: raw.rfind(b"\n") + 1]
         if len(whole) < least_bytes:
             raise JournalCorrupt(f"{self._path} has {len(whole)} bytes of the {least_bytes} that were committed")
-        self._ids = {relation.fingerprint(): number for number, relation in parse(whole, self._path).items()}
+        known = parse(whole, self._path)
+        self._ids = {relation.fingerprint(): number for number, relation in known.items()}
+        self.tables = [relation.table for relation in known.values()]
+        """Of each description that was there, in order, the name of its table."""
         self.bytes = len(whole)
         self._waiting: list[bytes] = []
         if len(whole) < len(raw):

@@ -20,6 +20,8 @@ from millstream.journal.manifest import Entry, Manifest
 from millstream.journal.relations import FILE as RELATIONS
 from millstream.journal.relations import parse
 from millstream.journal.rowcheck import Problem, RowChecker
+from millstream.journal.schemas import FILE as SCHEMAS
+from millstream.journal.schemas import parse as parse_schemas
 from millstream.journal.segment import frames, record_batch, segment_name
 from millstream.journal.slices import EMPTY
 from millstream.journal.walk import walk_segment
@@ -70,7 +72,9 @@ class _Verification:
             head = None
         manifest = self._manifest(head)
         first_seq = manifest.pruned.seq + 1 if manifest.pruned else header.first_seq
-        rows = RowChecker(first_seq, self._relations(head), self._say)
+        relations = self._relations(head)
+        self._schemas(head, relations)
+        rows = RowChecker(first_seq, relations, self._say)
         self._all = sum(entry.bytes for entry in manifest.entries) + (head.segment_length if head else 0)
         for entry in manifest.entries:
             self._closed(entry, header, rows)
@@ -108,6 +112,18 @@ class _Verification:
         except JournalError as error:
             self._say(RELATIONS, error.message)
             return raw.count(b"\n")
+
+    def _schemas(self, head: Head | None, relations: int) -> None:
+        try:
+            found = parse_schemas((self.path / SCHEMAS).read_bytes(), head.seq if head else None)
+        except FileNotFoundError:
+            return  # the next writer makes it from the rows
+        except JournalError as error:
+            self._say(SCHEMAS, error.message)
+            return
+        for number, (one, seq) in enumerate(zip(found, [0, *(one.seq for one in found)], strict=False), start=1):
+            if one.seq <= seq or not 0 < one.relation <= relations:
+                self._say(SCHEMAS, f"line {number} does not follow what is before it")
 
     def _closed(self, entry: Entry, header: Header, rows: RowChecker) -> None:
         name = f"{SEGMENTS}/{entry.name}.arrows"

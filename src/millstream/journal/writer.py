@@ -28,9 +28,11 @@ from millstream.journal.lock import WriterLock, next_epoch
 from millstream.journal.manifest import Entry, Manifest
 from millstream.journal.pending import FLUSH_BYTES, Pending
 from millstream.journal.pruned import Pruned
+from millstream.journal.reader import JournalReader
 from millstream.journal.recovery import recover
 from millstream.journal.relations import RelationLog
 from millstream.journal.retention import PruneRequest, at_most, due, pruned_after, removable, size_of
+from millstream.journal.schemas import DEFAULT_TENANT, SchemaLog
 from millstream.journal.sealing import Sealed, Sealer
 from millstream.journal.segment import EVERY_FORM, OPEN_FORM, remove_segment, segment_name
 from millstream.journal.tail import Tail
@@ -52,7 +54,9 @@ class JournalWriter:
     and a new one opened.
     """
 
-    def __init__(self, path: Path, lock: WriterLock, header: Header, *, segment_bytes: int, flush_bytes: int) -> None:
+    def __init__(
+        self, path: Path, lock: WriterLock, header: Header, *, segment_bytes: int, flush_bytes: int, tenant: str
+    ) -> None:
         """Use `create` or `open`."""
         self.path = path
         self.header = header
@@ -80,6 +84,8 @@ class JournalWriter:
         with disk_errors(path / HEAD, "open the head"):
             self._head_fd = open_file(path / HEAD, os.O_WRONLY | os.O_CREAT)
         self.head = self._publish()
+        tables, reader = self._relations.tables, JournalReader([str(path)])
+        self._schemas = SchemaLog(path, tables, state.end.seq, tenant, reader.schemas_of_rows)
 
     @classmethod
     def create(
@@ -94,6 +100,7 @@ class JournalWriter:
         incarnation: int = 1,
         segment_bytes: int = SEGMENT_BYTES,
         flush_bytes: int = FLUSH_BYTES,
+        tenant: str = DEFAULT_TENANT,
     ) -> JournalWriter:
         """Make a journal in an empty or missing directory and open it.
 
@@ -124,13 +131,20 @@ class JournalWriter:
                 make_directory(path / SEGMENTS)
                 replace_file(path / HEADER, header.to_bytes())
             failpoint("journal.created")
-            return cls(path, lock, header, segment_bytes=segment_bytes, flush_bytes=flush_bytes)
+            return cls(path, lock, header, segment_bytes=segment_bytes, flush_bytes=flush_bytes, tenant=tenant)
         except BaseException:
             lock.release()
             raise
 
     @classmethod
-    def open(cls, path: Path, *, segment_bytes: int = SEGMENT_BYTES, flush_bytes: int = FLUSH_BYTES) -> JournalWriter:
+    def open(
+        cls,
+        path: Path,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        flush_bytes: int = FLUSH_BYTES,
+        tenant: str = DEFAULT_TENANT,
+    ) -> JournalWriter:
         """Lock the journal, count a new epoch, recover, publish the head.
 
         Raises JournalLocked (naming the owner), JournalCorrupt, JournalFull, or JournalError when
@@ -140,7 +154,8 @@ class JournalWriter:
             raise JournalError(f"there is no journal in {path}", hint="create it first")
         lock = WriterLock(path)
         try:
-            return cls(path, lock, read_header(path), segment_bytes=segment_bytes, flush_bytes=flush_bytes)
+            header = read_header(path)
+            return cls(path, lock, header, segment_bytes=segment_bytes, flush_bytes=flush_bytes, tenant=tenant)
         except BaseException:
             lock.release()
             raise
@@ -174,7 +189,9 @@ class JournalWriter:
 
         Durable before any row that refers to it.
         """
-        return self._relations.register(relation)
+        number = self._relations.register(relation)
+        self._schemas.add(number, relation.table)
+        return number
 
     def append(self, block: Block) -> None:
         """Take over a block. Rows get their seqs; beyond `flush_bytes` they are written, not committed.
@@ -182,7 +199,9 @@ class JournalWriter:
         Raises JournalError for rows that do not follow what is there: positions that go back, a
         relation that was never registered.
         """
+        first_seq = self._pending.end.seq + 1
         self._pending.add(block, self._relations.count)
+        self._schemas.note(block.rows, first_seq)
         failpoint("journal.appended")
         if self._pending.full(self._flush_bytes):
             try:
@@ -203,6 +222,7 @@ class JournalWriter:
             return None
         try:
             self._relations.sync()
+            self._schemas.sync()
             self._write_rows()
             closed = self._tail.commit(self._pending.end)
             if closed:
@@ -368,6 +388,7 @@ class JournalWriter:
             self._sealer.close()
             self._tail.close()
             self._relations.close()
+            self._schemas.close()
             os.close(self._head_fd)
             self._head_fd = -1
             self._lock.release()
@@ -382,6 +403,7 @@ class JournalWriter:
         """Forget everything since the last commit, on disk and in memory."""
         self._tail.go_back()
         self._pending.reset(self._tail.end)
+        self._schemas.go_back(self._tail.end.seq)
 
     def _publish(self) -> Head:
         mark, end = self._tail.mark, self._tail.end

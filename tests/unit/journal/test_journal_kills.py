@@ -21,7 +21,10 @@ FAILPOINTS = sorted(
     name for path in SOURCE.glob("*.py") for name in re.findall(r'failpoint\("([a-z_.]+)"\)', path.read_text())
 )
 
-ONCE = {"journal.created", "journal.recovered", "journal.relation_written"}
+ONCE = {
+    *("journal.created", "journal.recovered", "journal.relation_written"),
+    *("journal.schemas_made", "journal.schema_written"),
+}
 """Steps that a writer passes once."""
 
 BULK = {"journal.adopted"}
@@ -81,6 +84,8 @@ def test_a_kill_at_a_durable_step_loses_and_doubles_nothing(tmp_path: Path, name
     assert first <= len(written) - 59
     assert read_all(path).equals(written.slice(first - 1).combine_chunks())
     assert verify(path) == []
+    reader = JournalReader([str(path)])
+    assert pruning or reader.schemas() == reader.schemas_of_rows()
     pruned = describe(path).retained.pruned
     gone = pruned.segment if pruned else 0
     assert all(int(file.name[:8]) > gone for file in (path / "segments").iterdir()), "nothing pruned is left on disk"
@@ -104,6 +109,8 @@ def test_the_failpoints_are_those_of_the_durable_steps() -> None:
         "journal.manifest_published",
         "journal.superseded_dropped",
         "journal.recovered",
+        "journal.schemas_made",
+        "journal.schema_written",
         "retention.decided",
         "retention.manifest_published",
         "retention.segment_removed",

@@ -59,7 +59,8 @@ def test_a_flipped_byte_in_any_other_file_is_found(journal: Path) -> None:
 def test_a_missing_file_is_found(journal: Path) -> None:
     superseded = {path.name[:8] for path in segment_files(journal) if ".sealed" in path.name}
     for path in [path for path in journal.rglob("*") if path.is_file()]:
-        if path.name in {"writer.lock", "epoch"}:
+        # Journals of earlier versions have no schemas.jsonl; the writer makes it from the rows.
+        if path.name in {"writer.lock", "epoch", "schemas.jsonl"}:
             continue
         if path.name[:8] in superseded and ".sealed" not in path.name:
             continue

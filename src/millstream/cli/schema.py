@@ -1,0 +1,167 @@
+"""`millstream schema`: the versions of the tables that journals know."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from millstream.cli.journal import Source, find_journal, journals_of, reader_of
+from millstream.cli.output import Home, Json, console, print_json
+from millstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from millstream.registry.versions import Registry, Version
+
+schema = typer.Typer(
+    help="Look at the versions of tables: what their columns were, and since when.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Table = Annotated[str, typer.Argument(metavar="TABLE", help="The table, schema.table.", show_default=False)]
+
+
+@schema.command(name="list")
+def list_schemas(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Only this source; else all.")] = None,
+    table: Annotated[str | None, typer.Option("--table", help="Only this table, schema.table.")] = None,
+    tenant: Annotated[str | None, typer.Option("--tenant", help="Only sources of this tenant.")] = None,
+    home: Home = None,
+    json: Json = False,
+) -> None:
+    """List all versions of all tables in the order in which they came."""
+    paths = journals_of(home) if name is None else [find_journal(home, name)]
+    found = [
+        one
+        for path in paths
+        for one in _registry(home, path.name).all()
+        if table in (None, one.table) and tenant in (None, one.tenant)
+    ]
+    if json:
+        print_json([one.to_json() for one in found])
+    elif found:
+        _print_versions(found)
+    else:
+        console().print("No schema is registered: no change has been captured.")
+
+
+@schema.command()
+def show(
+    name: Source,
+    table: Annotated[str | None, typer.Argument(metavar="[TABLE]", help="The table, schema.table.")] = None,
+    version: Annotated[int | None, typer.Option("--version", help="This version of it.")] = None,
+    at: Annotated[str | None, typer.Option("--at", help="The one in force at a seq, a position or a time.")] = None,
+    id: Annotated[int | None, typer.Option("--id", help="By the number that changes have in `_ms_schema`.")] = None,
+    home: Home = None,
+    json: Json = False,
+) -> None:
+    """Show one version of a table: the latest, or the one that is asked for."""
+    registry = _registry(home, name)
+    if sum(one is not None for one in (version, at, id)) > 1 or (id is None) == (table is None):
+        raise ConfigError("which schema?", hint="name a table with at most one of --version and --at, or give --id")
+    if id is not None:
+        found = registry.by_id(id)
+    elif version is not None:
+        found = registry.version(str(table), version)
+    elif at is not None:
+        found = _at(registry, str(table), at)
+    else:
+        found = registry.versions(str(table))[-1]
+    print_json(found.to_json()) if json else _print_one(found)
+
+
+@schema.command()
+def diff(
+    name: Source,
+    table: Table,
+    start: Annotated[int | None, typer.Option("--from", help="A version. Default: the one before --to.")] = None,
+    end: Annotated[int | None, typer.Option("--to", help="A version. Default: the latest.")] = None,
+    home: Home = None,
+    json: Json = False,
+) -> None:
+    """Say what is different between two versions of a table, and who can read whose rows."""
+    from millstream.registry.structure import compatibility, differences
+
+    registry = _registry(home, name)
+    after = registry.versions(table)[-1] if end is None else registry.version(table, end)
+    if start is None and after.version == 1:
+        raise ConfigError(f"{table} has no version before {after.version}", hint="name another with --from")
+    before = registry.version(table, after.version - 1 if start is None else start)
+    changes = differences(before.relation, after.relation)
+    fits = compatibility(before.relation, after.relation)
+    if json:
+        found = {"table": table, "from": before.version, "to": after.version, "compatibility": fits.value}
+        print_json({**found, "changes": [one.to_json() for one in changes]})
+        return
+    out = console()
+    out.print(f"{table}: version {before.version} to {after.version}, compatibility {fits.value}")
+    for one in changes:
+        out.print(f"  {one.in_words()}")
+    if not changes:
+        out.print("  nothing is different")
+
+
+def _registry(home: str | None, name: str) -> Registry:
+    from millstream.registry.versions import Registry
+
+    return Registry(reader_of(find_journal(home, name)))
+
+
+def _at(registry: Registry, table: str, place: str) -> Version:
+    """The version at a place, which may have been pruned from the journal."""
+    from datetime import UTC, datetime
+
+    from millstream.sources.postgres.lsn import parse_lsn
+
+    if place.isdecimal():
+        return registry.at_seq(table, int(place))
+    if "/" in place:
+        try:
+            return registry.at_position(table, parse_lsn(place))
+        except ValueError as wrong:
+            raise ConfigError(str(wrong)) from None
+    try:
+        at = datetime.fromisoformat(place)
+    except ValueError:
+        raise ConfigError(
+            f"{place!r} is no place in a journal",
+            hint="give a seq (1204), a position (0/16B3748) or a time (2026-01-31)",
+        ) from None
+    return registry.at_time(table, int(at.astimezone(UTC).timestamp() * 1_000_000))
+
+
+def _print_versions(found: list[Version]) -> None:
+    from rich.table import Table as RichTable
+
+    table = RichTable(box=None, padding=(0, 2, 0, 0))
+    for column in ("tenant", "source", "table", "version", "id", "seq", "since", "fingerprint", "what changed"):
+        table.add_column(column, justify="right" if column in ("version", "id", "seq") else "left")
+    for one in found:
+        since = f"{one.checkpoint.wall:%Y-%m-%d %H:%M:%S}"
+        numbers = (str(one.version), str(one.id), f"{one.seq:,}", since, one.fingerprint[:12])
+        table.add_row(one.tenant, one.source, one.table, *numbers, "; ".join(c.in_words() for c in one.changes))
+    console().print(table)
+
+
+def _print_one(one: Version) -> None:
+    from rich.table import Table as RichTable
+
+    from millstream.registry.structure import type_text
+
+    out, found = console(), one.to_json()
+    for key in ("tenant", "source", "table", "version", "id", "fingerprint", "seq"):
+        out.print(f"{key}: {found[key]}")
+    place = found["checkpoint"]
+    out.print(f"checkpoint: seq {place['seq']}, position {place['position']}, {place['at']}")
+    out.print(f"key: {', '.join(one.relation.key) or 'none'}")
+    for change in one.changes:
+        out.print(f"changed: {change.in_words()}")
+    table = RichTable(box=None, padding=(0, 2, 0, 0))
+    for column in ("column", "type", "null", "default", "generated"):
+        table.add_column(column)
+    words = {None: "?", True: "yes", False: "no"}
+    for each in one.relation.columns:
+        table.add_row(each.name, type_text(each), words[each.nullable], each.default or "", words[each.generated])
+    out.print(table)
