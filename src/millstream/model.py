@@ -89,6 +89,8 @@ class StreamState(enum.StrEnum):
     NEEDS_RELOAD = "needs_reload"
     """Changes that it did not have are gone from the journal: it must begin anew."""
     STOPPED = "stopped"
+    COMPLETE = "complete"
+    """Of a stream with `mode: snapshot`: every row was copied, and nothing more will come."""
 
 
 @dataclass(frozen=True)

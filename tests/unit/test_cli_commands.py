@@ -175,7 +175,7 @@ def test_check_says_that_a_file_is_right(file: Path) -> None:
 
 
 def test_check_lists_every_problem_and_exits_2(file: Path) -> None:
-    file.write_text(FILE.replace("mode: cdc", "mode: snapshot").replace("tables", "tabels"))
+    file.write_text(FILE.replace("mode: cdc", "mode: snap").replace("tables", "tabels"))
     result = invoke("check", file)
     assert result.exit_code == 2
     assert result.stderr == "\n".join(
@@ -183,7 +183,8 @@ def test_check_lists_every_problem_and_exits_2(file: Path) -> None:
             "error: 3 problems in the stream file",
             f"  {file}:3:3: source.tables: is missing; write `tables: [public.orders]`, or `tables: [public.*]`",
             f"  {file}:5:3: source.tabels: unknown key; did you mean `tables`?",
-            f"  {file}:6:7: mode: `snapshot` is not available in this version; available: cdc, snapshot_then_cdc",
+            f"  {file}:6:7: mode: `snap` is not known; did you mean `snapshot`? available: cdc, snapshot, "
+            "snapshot_then_cdc",
             "",
         ]
     )

@@ -188,7 +188,7 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(problems: Callable[.
         "200ms, 10s, 5m or 1h (a bare number is milliseconds)",
         "12:11: source.types.tim: unknown key; did you mean `time`?",
         "12:32: source.types.interval: must be 'string' or 'struct'",
-        "13:7: mode: `cdcc` is not known; did you mean `cdc`? available: cdc, snapshot_then_cdc",
+        "13:7: mode: `cdcc` is not known; did you mean `cdc`? available: cdc, snapshot, snapshot_then_cdc",
         "15:50: targets[0].batch.max_m: unknown key; did you mean `max_ms`?",
         "15:73: targets[0].batch.max_bytes: must be above 0",
         "16:12: targets[1].name: another target is named `lake`, on line 15; give it a name of its own",
@@ -203,8 +203,9 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(problems: Callable[.
     [
         (
             "mode: cdc",
-            "mode: snapshot",
-            "6:7: mode: `snapshot` is not available in this version; available: cdc, snapshot_then_cdc",
+            "mode: snapshot\nverify: every 1h",
+            "7:1: verify: has no meaning with `mode: snapshot`, which gets no changes; take it out, or write "
+            "`mode: snapshot_then_cdc`",
         ),
         (
             "mode: cdc",

@@ -15,7 +15,7 @@ import pytest
 
 from millstream import Engine, Mode, Replicator, StreamState
 from millstream.engine.rebase import rebase
-from millstream.errors import ConfigError, HomeLocked, NotReady, NotSupported, UnknownStream
+from millstream.errors import ConfigError, HomeLocked, NotReady, UnknownStream
 from millstream.testing import Script
 from tests.fixtures.delivery import Watching
 from tests.fixtures.engines import await_that, delivered, stream
@@ -192,7 +192,7 @@ def test_what_cannot_be_is_refused(engine: Engine, script: Script, tmp_path: Pat
     ):
         with pytest.raises(ConfigError, match=said):
             engine.upsert_stream(wrong)
-    with pytest.raises(NotSupported, match="mode snapshot"):
+    with pytest.raises(ConfigError, match="has no tables to copy"):
         engine.upsert_stream(replace(shop, mode=Mode.SNAPSHOT))
     assert engine.list_streams() == [shop]
     with pytest.raises(UnknownStream, match=r"no stream shup: did you mean shop\?"):

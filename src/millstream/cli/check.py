@@ -44,7 +44,8 @@ def check(
 
 def _preflight(source: SourceSpec, streams: list[StreamSpec]) -> list[Finding]:
     from millstream.config.kinds import is_mirror
-    from millstream.sources import open_source
+    from millstream.model import Mode
+    from millstream.sources import open_source, preflight_copy
     from millstream.sources.base import Severity
 
     mirrors = [
@@ -53,12 +54,13 @@ def _preflight(source: SourceSpec, streams: list[StreamSpec]) -> list[Finding]:
         for target in stream.targets
         if stream.source.name == source.name and is_mirror(target)
     ]
+    copied = all(stream.mode is Mode.SNAPSHOT for stream in streams if stream.source.name == source.name)
     opened = open_source(source)
     try:
-        found = opened.preflight()
+        found = preflight_copy(source) if copied else opened.preflight()
         if any(one.severity is Severity.ERROR for one in found):
             return found
-        if mirrors:
+        if mirrors and not copied:
             found += _without_key(opened.relations(source.tables), mirrors)
         shaped = [stream for stream in streams if stream.source.name == source.name and stream.shape]
         return found + _shapes(opened, shaped)

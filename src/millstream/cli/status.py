@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _STYLES = {
     "running": "green",
+    "complete": "green",
     "catching_up": "cyan",
     "failed": "red",
     "needs_reload": "red",
@@ -51,26 +52,17 @@ def _print_stream(stream: StreamStatus) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    out = console()
-    source = stream.source
+    out, source = console(), stream.source
     out.print()
     out.print(Text.assemble(stream.name, "  ", (stream.state.value, _STYLES.get(stream.state.value, ""))))
     if stream.deleting:
         out.print(f"  its deletion was interrupted; go on with: millstream delete {stream.name}", style="red")
     if stream.silent:
         out.print(f"  nothing was heard of it since {stream.reported_at:%Y-%m-%d %H:%M:%S} UTC", style="red")
-    end = f"seq {source.end_seq:,} at {source.end_position}" if source.end_seq is not None else "empty"
-    if source.oldest_commit_at is not None:
-        end += f", {size(source.journal_bytes)} since {source.oldest_commit_at:%Y-%m-%d %H:%M:%S} UTC"
-    out.print(
-        f"  source {source.name} ({source.kind}): capture {source.state}"
-        f"{f', pid {source.pid}' if source.pid else ''}; journal {end}; "
-        f"retained on the source {size(source.retained_bytes)}"
-    )
-    if source.mode is not None:
-        out.print(f"  reading the log: {source.mode}, {size(source.behind_bytes)} behind")
-    if source.bulk_refused:
-        out.print(f"  source {source.name}: not read in bulk: {source.bulk_refused}", style="yellow")
+    if stream.mode == "snapshot":
+        out.print(f"  source {source.name} ({source.kind}): only copied, nothing of it is captured")
+    else:
+        _print_source(stream)
     table = Table(box=None, padding=(0, 2, 0, 2))
     for column in ("target", "state", "seq", "position", "behind", "oldest", "events", "batches", "epoch"):
         table.add_column(column, justify="left" if column in ("target", "state", "position") else "right")
@@ -89,6 +81,22 @@ def _print_stream(stream: StreamStatus) -> None:
     out.print(table)
     _print_comparisons(stream)
     _print_troubles(stream)
+
+
+def _print_source(stream: StreamStatus) -> None:
+    out, source = console(), stream.source
+    end = f"seq {source.end_seq:,} at {source.end_position}" if source.end_seq is not None else "empty"
+    if source.oldest_commit_at is not None:
+        end += f", {size(source.journal_bytes)} since {source.oldest_commit_at:%Y-%m-%d %H:%M:%S} UTC"
+    out.print(
+        f"  source {source.name} ({source.kind}): capture {source.state}"
+        f"{f', pid {source.pid}' if source.pid else ''}; journal {end}; "
+        f"retained on the source {size(source.retained_bytes)}"
+    )
+    if source.mode is not None:
+        out.print(f"  reading the log: {source.mode}, {size(source.behind_bytes)} behind")
+    if source.bulk_refused:
+        out.print(f"  source {source.name}: not read in bulk: {source.bulk_refused}", style="yellow")
 
 
 def _print_comparisons(stream: StreamStatus) -> None:

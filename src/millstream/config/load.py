@@ -24,7 +24,7 @@ from millstream.config.problems import Problem, StreamFileError, in_order, neare
 from millstream.config.report import Reporter
 from millstream.config.schema import SourceKeys, StreamKeys, TargetKeys
 from millstream.errors import ConfigError
-from millstream.model import BatchLimits, DeadLetters, JournalLimit, Retention, SourceSpec, StreamSpec, TargetSpec
+from millstream.model import BatchLimits, DeadLetters, JournalLimit, Mode, Retention, SourceSpec, StreamSpec, TargetSpec
 
 
 @dataclass
@@ -119,6 +119,8 @@ def _stream(report: Reporter, base: Path) -> StreamSpec | None:
         _check_shape(report, keys)
     _check_target_names(report, raw_targets)
     _check_commit(report, raw.get("commit", "all"), raw_targets)
+    if raw.get("mode") == Mode.SNAPSHOT:
+        _check_copy(report, raw)
     if keys is None or len(report.problems) > count:
         return None
     return StreamSpec(
@@ -289,6 +291,23 @@ def _check_commit(report: Reporter, commit: object, targets: Sequence[object]) -
             report.problem(("targets", index, "required"), "has no meaning without `commit: required`", hint)
 
 
+OF_CHANGES = (
+    *("ack", "max_source_wal", "on_limit", "retention", "journal"),
+    *("publication", "heartbeat_interval", "status_interval", "origin", "messages", "failover"),
+    *("catch_up", "catch_up_behind"),
+)
+"""Keys of a source that are about its log, and mean nothing where only rows are copied."""
+
+
+def _check_copy(report: Reporter, raw: Mapping[str, Any]) -> None:
+    """What a stream that only copies its tables has no use for, so that nobody relies on it."""
+    source = raw["source"] if isinstance(raw.get("source"), dict) else {}
+    places = [("source", key) for key in OF_CHANGES if key in source]
+    for at in [*places, *([("verify",)] if raw.get("verify") is not None else [])]:
+        hint = "take it out, or write `mode: snapshot_then_cdc`"
+        report.problem(at, "has no meaning with `mode: snapshot`, which gets no changes", hint, of_key=True)
+
+
 def _check_together(found: Sequence[_Found]) -> None:
     """What only shows across streams and files: names, shared sources, shared directories."""
     names: dict[str, Reporter] = {}
@@ -306,6 +325,9 @@ def _check_together(found: Sequence[_Found]) -> None:
             hint = "make all but `tables` equal, or give one a `name` of its own"
             message = f"stream `{other.name}` has another source of the name `{spec.source.name}`"
             report.problem(("source",), message, hint)
+        if (other.mode is Mode.SNAPSHOT) != (spec.mode is Mode.SNAPSHOT):
+            message = f"stream `{other.name}` on the same source has mode {other.mode.value}: a mere copy shares none"
+            report.problem(("mode",), message, "give one of the sources a `name` of its own")
         for index, target in enumerate(spec.targets):
             path = target.options.get("path")
             if path is None:

@@ -171,7 +171,7 @@ class StreamKeys(ShapeKeys):
 
     name: Name
     source: SourceKeys
-    mode: Annotated[Mode, BeforeValidator(_one_of([Mode.CDC, Mode.SNAPSHOT_THEN_CDC], [Mode.SNAPSHOT]))]
+    mode: Annotated[Mode, BeforeValidator(_one_of([Mode.CDC, Mode.SNAPSHOT, Mode.SNAPSHOT_THEN_CDC]))]
     targets: Annotated[list[TargetKeys], Field(min_length=1)]
     commit: Annotated[str, BeforeValidator(_commit)] = "all"
     conflict: Annotated[

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from py4j.protocol import Py4JError
@@ -20,14 +20,16 @@ from millstream.engine.batch import BatchResult, collected
 from millstream.engine.letters import LetterBox
 from millstream.engine.opening import Beginning, Opening
 from millstream.engine.watching import watched
+from millstream.errors import SourceHalted
 from millstream.failpoint import failpoint
 from millstream.model import Json, SeqRange, SourceSpec
 from millstream.observe import Level
 from millstream.sources import take_snapshot
-from millstream.sources.base import SnapshotPlan
+from millstream.sources.base import Snapshot, SnapshotPlan
 from millstream.spark.baseline import BaselinePlan, baseline_function
 from millstream.spark.shaped_baseline import run_shaped_baseline
 from millstream.spark.stage import RECEIPT_DDL
+from millstream.state.base import Tally
 from millstream.targets.base import Target
 
 Tell = Callable[[str, str, Level, Json], None]
@@ -50,7 +52,11 @@ class Baseline:
         letters: LetterBox,
         tell: Tell,
         stopping: threading.Event,
+        *,
+        captured: bool = True,
     ) -> None:
+        """`captured`: changes follow. Else the snapshot is all there will ever be, and takes no publication."""
+        self._captured = captured
         self._spark = spark
         self._source = source
         self._target = target
@@ -66,7 +72,7 @@ class Baseline:
         started = time.monotonic()
         begun = self._opening.begin()
         self._letters.forget()
-        with closing(take_snapshot(self._source, self._waits)) as snapshot:
+        with closing(self._snapshot()) as snapshot:
             found = snapshot.plan
             self._opening.record_baseline(begun, found.position)
             tables = sorted({chunk.relation.table for chunk in found.chunks})
@@ -80,7 +86,7 @@ class Baseline:
             failpoint("snapshot.staged")
             self._target.publish(SeqRange(begun.seq, begun.seq), _reached(begun, found), result.receipts)
             failpoint("snapshot.published")
-            self._opening.save_baseline(begun, result.tallies)
+            self._opening.save_baseline(begun, [*result.tallies, *_empty(tables, result, begun.seq)])
         seconds = time.monotonic() - started
         self._tell(
             "snapshot.finished",
@@ -89,6 +95,18 @@ class Baseline:
             {"rows": result.rows, "bytes": result.bytes, "seconds": round(seconds, 3), "tables": result.tables},
         )
         return result
+
+    def _snapshot(self) -> Snapshot:
+        if self._captured:
+            return take_snapshot(self._source, self._waits)
+        snapshot = take_snapshot(self._source, self._waits, captured=False)
+        if not snapshot.plan.chunks:
+            snapshot.close()
+            raise SourceHalted(
+                f"the patterns of source {self._source.name} name no table that can be copied",
+                hint="correct `tables`; `millstream check --connect` lists what they name",
+            )
+        return snapshot
 
     def _waits(self, message: str) -> None:
         if self._stopping.is_set():
@@ -144,6 +162,11 @@ class Baseline:
         }
         eta = f", about {left:.0f} s left" if left is not None else ""
         self._tell("snapshot.progress", f"{done} of {count} chunks{eta}", Level.DEBUG, self.progress)
+
+
+def _empty(tables: Sequence[str], result: BatchResult, seq: int) -> list[Tally]:
+    """Tables of which there was no row: they are copied as well, and status names them."""
+    return [Tally(table, 0, 0, seq) for table in tables if table not in result.tables]
 
 
 def _reached(begun: Beginning, found: SnapshotPlan) -> int:

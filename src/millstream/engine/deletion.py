@@ -9,7 +9,7 @@ from millstream.engine.home import Home
 from millstream.engine.rebase import request_path
 from millstream.errors import MillstreamError, SourceUnavailable
 from millstream.failpoint import failpoint
-from millstream.model import Json, StreamSpec
+from millstream.model import Json, Mode, StreamSpec
 from millstream.sources import remove_source
 from millstream.state.base import StateStore
 from millstream.targets.base import Releasing
@@ -35,10 +35,13 @@ class Deletion:
         """Do all of it. Returns what became of the source and of each target."""
         sharing = self._sharing()
         gives_back = not (self._keep_slot or sharing)
+        copied = self._stream.mode is Mode.SNAPSHOT
         done: Json = {"stream": self._stream.name, "source": "removed", "targets": {}}
         if not gives_back:
             done["source"] = "kept" if self._keep_slot else f"in use by {', '.join(sharing)}"
-        if gives_back:
+        if copied:
+            done["source"] = "nothing was made on it"
+        elif gives_back:
             self._give_back()
             failpoint("engine.source_removed")
         if not self._keep_target:

@@ -23,6 +23,7 @@ from millstream.engine.baseline import Baseline, BaselineStopped
 from millstream.engine.batch import BatchResult, run_batch
 from millstream.engine.letters import LetterBox
 from millstream.engine.opening import Opened, Opening, from_micros
+from millstream.engine.uncaptured import NoJournal
 from millstream.errors import JournalError, JournalMismatch, MillstreamError, OutOfRange, TargetError
 from millstream.failpoint import failpoint
 from millstream.model import Cursor, Json, Mode, SeqRange, StreamSpec, StreamState, TargetSpec
@@ -97,6 +98,7 @@ class DeliveryQuery:
             tables,
             shaping,
             self._letters.superseded,
+            NoJournal(stream.source) if stream.mode is Mode.SNAPSHOT else None,
         )
         self.stopping = threading.Event()
         """Set once `stop` was asked for; a batch that waits then gives up."""
@@ -130,7 +132,7 @@ class DeliveryQuery:
     @property
     def done(self) -> bool:
         """Whether nothing more will come: stopped, failed, or (once) everything delivered."""
-        return self.state in (StreamState.STOPPED, *BROKEN)
+        return self.state in (StreamState.STOPPED, StreamState.COMPLETE, *BROKEN)
 
     def status(self) -> Json:
         """What `millstream status` shows of this target."""
@@ -182,7 +184,7 @@ class DeliveryQuery:
         except Exception as defect:  # noqa: BLE001 - whatever it is, the target must not look healthy
             self._fail(_unexpected(defect))
         finally:
-            if self.state not in BROKEN:
+            if self.state not in (StreamState.COMPLETE, *BROKEN):
                 self.state = StreamState.STOPPED
             self._target.close()
             self._settled.set()
@@ -190,6 +192,9 @@ class DeliveryQuery:
     def _run_query(self, backoff: Backoff) -> bool:
         """Run one query to its end. Returns whether another one shall follow."""
         try:
+            if self._stream.mode is Mode.SNAPSHOT:
+                self._copy()
+                return False
             query = self._open()
         except BaselineStopped:
             return False
@@ -244,12 +249,30 @@ class DeliveryQuery:
         self._settled.set()
         return query
 
+    def _copy(self) -> None:
+        """The baseline alone, for a target that has nothing. One that has something has all it will ever get."""
+        if self._opening.is_new():
+            self._run_baseline()
+        cursor = self._opening.save_found()
+        self.state = StreamState.COMPLETE
+        self._retrying = None
+        self._settled.set()
+        if cursor is not None and self._on_cursor is not None:
+            self._on_cursor(cursor)
+
     def _run_baseline(self) -> None:
         """Bring the source's tables as they are now; the changes that follow are the query's."""
         self.state = StreamState.SNAPSHOT
         self._settled.set()
         baseline = Baseline(
-            self._spark, self._stream.source, self._target, self._opening, self._letters, self._emit, self.stopping
+            self._spark,
+            self._stream.source,
+            self._target,
+            self._opening,
+            self._letters,
+            self._emit,
+            self.stopping,
+            captured=self._stream.mode is not Mode.SNAPSHOT,
         )
         self._baseline = baseline
         result = baseline.run()

@@ -238,6 +238,8 @@ class Engine:
     def await_ready(self, name: str, timeout: float = 60.0) -> StreamStatus:
         """Wait until what is committed from now on will be delivered to every target that is not paused.
 
+        Of a stream with mode snapshot: until every target has its copy.
+
         Raises NotReady when time runs out, and at once when the stream, or a target of it, has failed.
         """
         deadline, pause = time.monotonic() + timeout, threading.Event()
@@ -247,6 +249,8 @@ class Engine:
             status = self.get_status(name)
             delivers = all(target.state in (*READY, StreamState.PAUSED) for target in status.targets)
             if status.state in READY and delivers and status.source.state == "running":
+                return status
+            if status.state is StreamState.COMPLETE:
                 return status
             failed = [(f"target {t.name}", t.error, t.hint) for t in status.targets]
             failed += [(f"source {status.source.name}", status.source.error, status.source.hint)]

@@ -75,8 +75,12 @@ class Opening:
         tables: OwnTables | None = None,
         shaping: Shaping | None = None,
         superseded: Callable[[StagePlan, SeqRange], dict[str, int]] | None = None,
+        journal: JournalReader | None = None,
     ) -> None:
-        """`superseded` tells which dead letters a range of changes made obsolete."""
+        """`superseded` tells which dead letters a range of changes made obsolete.
+
+        `journal` stands in for the one at `locations`.
+        """
         self._superseded = superseded
         self._stream = stream
         self._name = target_name
@@ -86,7 +90,7 @@ class Opening:
         self._root = checkpoint_root
         self._tables = tables
         self.shaping = shaping
-        self._journal = JournalReader(locations)
+        self._journal = journal if journal is not None else JournalReader(locations)
 
     def open(self, distrust: str | None) -> Opened:
         """Make the target ready. `distrust`: why the current epoch cannot go on, if so.
@@ -157,6 +161,14 @@ class Opening:
         journal = begun.header.journal_id
         cursor = Cursor(self._stream, self._name, journal, begun.epoch, begun.seq, begun.position)
         self._store.save_cursor(cursor, tallies)
+
+    def save_found(self) -> Cursor | None:
+        """The cursor of a target that has something, saved if that was not: its process did not live to do it."""
+        own, saved = self._target.cursor(), self._saved()
+        if own is not None and (saved is None or (saved.journal_id, saved.epoch) != (own.journal_id, own.epoch)):
+            saved = Cursor(self._stream, self._name, own.journal_id, own.epoch, own.seq, own.position)
+            self._store.save_cursor(saved)
+        return saved
 
     def relation_ids(self, relations: Iterable[Relation]) -> dict[Relation, int]:
         """The journal's numbers of these descriptions; those it has never seen get numbers it never gives."""

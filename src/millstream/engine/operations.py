@@ -21,11 +21,11 @@ from millstream.engine.home import Home
 from millstream.engine.redelivery import Outcome, Redelivery
 from millstream.engine.replay import Replay
 from millstream.engine.status import unknown_stream
-from millstream.errors import ConfigError, MillstreamError, NotReady, NotSupported, RequestFailed, UnknownStream
+from millstream.errors import ConfigError, MillstreamError, NotReady, RequestFailed, UnknownStream
 from millstream.failpoint import failpoint
 from millstream.model import Checkpoint, Json, Mode, StreamSpec
 from millstream.observe import Event, Level, Observer
-from millstream.sources import open_source
+from millstream.sources import can_copy, open_source
 from millstream.state.base import Letter, StateStore
 
 if TYPE_CHECKING:
@@ -242,12 +242,31 @@ class Operations:
                 )
         others = [spec for spec in self.streams() if spec.name not in replaced]
         for stream in streams:
+            self._check_mode(stream, [*others, *streams])
             for other in (*others, *streams):
                 if other.source.name == stream.source.name and not same_source(other.source, stream.source):
                     raise ConfigError(
                         f"streams {other.name} and {stream.name} describe source {stream.source.name} differently",
                         hint="make all but `tables` equal, or give one of the sources another name",
                     )
+
+    def _check_mode(self, stream: StreamSpec, others: Sequence[StreamSpec]) -> None:
+        """A copy stays a copy, and has its source for itself: nothing is captured for it."""
+        copies = stream.mode is Mode.SNAPSHOT
+        there = self._store.get_stream(stream.name)
+        if there is not None and (from_definition(there).mode is Mode.SNAPSHOT) != copies:
+            raise ConfigError(
+                f"stream {stream.name} has mode {there['mode']}, and cannot go on with mode {stream.mode.value}",
+                hint=f"delete it first (millstream delete {stream.name}) and give it empty targets, or name the new "
+                "one differently",
+            )
+        for other in others:
+            if other.source.name == stream.source.name and (other.mode is Mode.SNAPSHOT) != copies:
+                raise ConfigError(
+                    f"streams {stream.name} and {other.name} share source {stream.source.name}, and only one of them "
+                    "has mode snapshot, which captures nothing",
+                    hint="give the source another `name` in one of them",
+                )
 
     def _check_shape(self, stream: StreamSpec) -> None:
         """A mirror has the rows of the filters and transforms it began with: others would leave it half of each."""
@@ -286,11 +305,24 @@ def check_stream(stream: StreamSpec) -> None:
         if names.count(name) > 1:
             raise ConfigError(f"stream {stream.name} has two targets named {name}")
     if stream.mode is Mode.SNAPSHOT:
-        raise NotSupported(
-            f"stream {stream.name}: mode {stream.mode.value} is not available in this version",
-            hint="use mode snapshot_then_cdc",
-        )
+        _check_copy(stream)
     ack_position(stream.commit, stream.targets, {}, journal_id="", head=None, start_position=0)
     open_source(stream.source).close()
     for target in stream.targets:
         open_target(target)
+
+
+def _check_copy(stream: StreamSpec) -> None:
+    """What a stream that only copies cannot have."""
+    can_copy(stream.source)
+    if stream.verify_every_ms is not None:
+        raise ConfigError(
+            f"stream {stream.name}: mode snapshot gets no changes, so that nothing can be compared with the source "
+            "later (`verify`)",
+            hint="leave `verify` out, or use mode snapshot_then_cdc",
+        )
+    if stream.source.retention or stream.source.journal:
+        raise ConfigError(
+            f"stream {stream.name}: mode snapshot has no journal that `retention` or `journal` could limit",
+            hint="leave them out, or use mode snapshot_then_cdc",
+        )

@@ -15,10 +15,11 @@ import pyarrow as pa
 from millstream.engine.fit import open_target
 from millstream.engine.home import Home
 from millstream.engine.repair import repair
+from millstream.engine.uncaptured import NoJournal
 from millstream.errors import ConfigError, NotSupported, RowRefused
 from millstream.failpoint import failpoint
 from millstream.journal import JournalReader
-from millstream.model import Json, Op, Relation, StreamSpec
+from millstream.model import Json, Mode, Op, Relation, StreamSpec
 from millstream.state.base import MISSING_BASE, Letter, LetterState, StateStore
 from millstream.targets.base import Rejecting, Target, TargetContext
 from millstream.targets.lanes.tables import mirror_key
@@ -45,7 +46,9 @@ class Redelivery:
         self._store = store
         self._stream = stream
         self._name = target
-        self._reader = JournalReader([str(home.journal_path(stream.source.name))])
+        copied = stream.mode is Mode.SNAPSHOT
+        journal = str(home.journal_path(stream.source.name))
+        self._reader = NoJournal(stream.source) if copied else JournalReader([journal])
 
     def run(self, ids: Sequence[int]) -> list[Outcome]:
         """Retry these letters in the order of their changes. Raises as opening the target does."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from millstream.engine.delivery import DeliveryQuery
 from millstream.engine.status import RELOAD, CaptureReport, TargetReport
 from millstream.errors import MillstreamError
-from millstream.model import StreamSpec, StreamState
+from millstream.model import Mode, StreamSpec, StreamState
 from millstream.state.base import Runtime, StateStore
 
 
@@ -60,7 +60,7 @@ class Reporter:
                 said = Runtime(stream.name, target.name, StreamState.NEEDS_RELOAD, report.to_json())
             self._store.set_runtime(said)
         state = StreamState.FAILED if unfit else self._stream_state(stream, capture, queries, paused, gone, held)
-        if everyone is not None and state not in (StreamState.FAILED, StreamState.PAUSED):
+        if everyone is not None and state not in (StreamState.FAILED, StreamState.PAUSED, StreamState.COMPLETE):
             state = everyone
         self._store.set_runtime(Runtime(stream.name, "", state, capture.to_json()))
 
@@ -79,7 +79,8 @@ class Reporter:
             error=error.message if error else None,
             hint=error.hint if error else None,
         )
-        state = query.state if query.state is StreamState.FAILED or everyone is None else everyone
+        settled = query.state in (StreamState.FAILED, StreamState.COMPLETE)
+        state = query.state if settled or everyone is None else everyone
         return Runtime(stream.name, name, state, report.to_json())
 
     def _stream_state(
@@ -107,6 +108,9 @@ class Reporter:
             return StreamState.CREATED
         if StreamState.SNAPSHOT in states:
             return StreamState.SNAPSHOT
+        if stream.mode is Mode.SNAPSHOT:
+            copied = states == [StreamState.COMPLETE] * len(stream.targets)
+            return StreamState.COMPLETE if copied else StreamState.CREATED
         end = capture.source.get("seq")
         cursors = [cursor for cursor in self._store.cursors(stream.name) if cursor.target in flowing]
         behind = end is not None and any(cursor.seq < end for cursor in cursors)

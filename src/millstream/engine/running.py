@@ -18,11 +18,12 @@ from millstream.engine.delivery import BROKEN, DeliveryQuery
 from millstream.engine.fit import open_target
 from millstream.engine.home import Home
 from millstream.engine.reporting import Reporter
+from millstream.engine.uncaptured import Uncaptured
 from millstream.engine.verify import Place
 from millstream.errors import JournalError, MillstreamError, UnknownStream
 from millstream.failpoint import failpoint
 from millstream.journal import JournalReader
-from millstream.model import Cursor, StreamSpec, StreamState, TargetSpec
+from millstream.model import Cursor, Mode, StreamSpec, StreamState, TargetSpec
 from millstream.observe import Event, Level, Observer
 from millstream.spark.probe import Needed, is_local, look_at_executors
 from millstream.spark.tables import OwnTables
@@ -233,7 +234,9 @@ class RunningStreams:
             if name in self._captures:
                 self._captures[name].change(whole, sharing)
             else:
-                self._captures[name] = Capture(whole, sharing, self._home, self._store, self._observer)
+                copied = all(stream.mode is Mode.SNAPSHOT for stream in sharing)
+                kind = Uncaptured if copied else Capture
+                self._captures[name] = kind(whole, sharing, self._home, self._store, self._observer)
 
     def _own_tables(self, stream: StreamSpec) -> OwnTables | None:
         """What a delivery is told of its tables. None if there never were others in the journal."""
@@ -341,6 +344,9 @@ class RunningStreams:
     def _tell_ready(self, member: Member) -> None:
         """Say it once, when every target that is not paused delivers."""
         states = {name: one.query.state for name, one in member.deliveries.items()}
+        if len(states) == len(member.spec.targets) and set(states.values()) == {StreamState.COMPLETE}:
+            self._tell_complete(member)
+            return
         ready = bool(states) and set(states.values()) == {StreamState.RUNNING}
         if ready and not member.ready:
             left = [target.name for target in member.spec.targets if target.name not in states]
@@ -350,12 +356,21 @@ class RunningStreams:
             self._observer.on_event(Event("stream.ready", message, stream=member.name))
         member.ready = ready
 
+    def _tell_complete(self, member: Member) -> None:
+        """Say it once, when every target has its copy."""
+        if not member.ready:
+            message = f"stream {member.name} is complete: every target has a copy of the tables"
+            self._observer.on_event(Event("stream.complete", message, stream=member.name))
+        member.ready = True
+
     def _look_at_executors(self, spark: SparkSession, capture: Capture) -> None:
         """Tell before the first batch if a cluster is not fit. On one host there is nothing that could differ."""
         if capture.source.name in self._fit or is_local(spark):
             return
-        journal_id = JournalReader(capture.locations).header().journal_id
-        found = look_at_executors(spark, Needed.here({tuple(capture.locations): journal_id}))
+        journals = {}
+        if not isinstance(capture, Uncaptured):
+            journals = {tuple(capture.locations): JournalReader(capture.locations).header().journal_id}
+        found = look_at_executors(spark, Needed.here(journals))
         self._fit.add(capture.source.name)
         hosts = sorted({executor.host for executor in found})
         message = f"{len(found)} executors on {', '.join(hosts)} are fit for delivery"

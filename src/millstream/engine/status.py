@@ -29,6 +29,9 @@ SILENCE = 60.0
 RELOAD = "give the stream a new target (another name, an empty place), or resume it once it was restored from a copy"
 """What to do about a target that lacks changes which are gone."""
 
+UNCAPTURED = "not captured"
+"""The state of a source that is only copied."""
+
 _ALIVE = (StreamState.SNAPSHOT, StreamState.CATCHING_UP, StreamState.RUNNING)
 
 
@@ -110,6 +113,8 @@ class TableStatus:
     bytes_replicated: int
     last_event: datetime | None
     """When the last of these changes was committed; None when the journal no longer knows."""
+    snapshot: str | None = None
+    """With `mode: snapshot`: `done`, since a target gets all tables at once. None with every other mode."""
 
 
 @dataclass(frozen=True)
@@ -191,8 +196,12 @@ class StreamStatus:
 
     @property
     def healthy(self) -> bool:
-        """Whether changes flow: the stream, its capture and each of its targets are at work, and say so."""
-        working = self.state in _ALIVE and all(target.state in _ALIVE for target in self.targets)
+        """Whether changes flow: the stream, its capture and each of its targets are at work, and say so.
+
+        A copy that is complete has nothing left to do, and is as it should be.
+        """
+        fine = (*_ALIVE, StreamState.COMPLETE)
+        working = self.state in fine and all(target.state in fine for target in self.targets)
         return working and not self.silent and self.source.error is None
 
 
@@ -253,7 +262,7 @@ def _stream(home: Home, store: StateStore, name: str, owner: Owner | None, now: 
     source = definition["source"]
     journal = JournalStatus(home, source["name"], source["kind"])
     whole = runtimes.get("")
-    known = _Known(store, name, now)
+    known = _Known(store, name, now, copied=definition["mode"] == "snapshot")
     targets = tuple(
         _target(target, runtimes.get(target["name"]), cursors.get(target["name"]), journal, known, owner, now)
         for target in definition["targets"]
@@ -292,7 +301,7 @@ def _state(runtime: Runtime | None, owner: Owner | None, *, paused: bool = False
         return StreamState.PAUSED
     if runtime is None:
         return StreamState.CREATED
-    if _is_stale(runtime, owner) and runtime.state is not StreamState.FAILED:
+    if _is_stale(runtime, owner) and runtime.state not in (StreamState.FAILED, StreamState.COMPLETE):
         return StreamState.STOPPED
     return runtime.state
 
@@ -403,13 +412,15 @@ def _together(name: str, parts: Sequence[TableStatus]) -> TableStatus:
         sum(part.events_replicated for part in parts),
         sum(part.bytes_replicated for part in parts),
         max((part.last_event for part in parts if part.last_event is not None), default=None),
+        parts[0].snapshot,
     )
 
 
 class _Known:
     """What the state store knows of one stream besides its cursors."""
 
-    def __init__(self, store: StateStore, stream: str, now: datetime) -> None:
+    def __init__(self, store: StateStore, stream: str, now: datetime, *, copied: bool) -> None:
+        self._copied = copied
         self._totals = store.totals(stream)
         self._faults = store.faults(stream)
         self._since = now - timedelta(hours=1)
@@ -423,7 +434,10 @@ class _Known:
 
     def tables(self, target: str, journal: JournalStatus) -> tuple[TableStatus, ...]:
         mine = (total for total in self._totals if total.target == target)
-        return tuple(TableStatus(t.table, t.events, t.bytes, journal.committed_at(t.last_seq)) for t in mine)
+        return tuple(
+            TableStatus(t.table, t.events, t.bytes, journal.committed_at(t.last_seq), "done" if self._copied else None)
+            for t in mine
+        )
 
     def errors_last_hour(self, target: str | None = None) -> int:
         return sum(fault.at > self._since for fault in self._of(target))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from millstream.model import Relation, SourceSpec
     from millstream.observe import Event
-    from millstream.sources.base import Chunk, Snapshot, SnapshotPlan, Source
+    from millstream.sources.base import Chunk, Finding, Snapshot, SnapshotPlan, Source
 
 KINDS = ("postgres", "scripted")
 """Every kind of source there is."""
@@ -43,19 +43,39 @@ def open_source(spec: SourceSpec, work: Path | None = None, tell: Callable[[Even
     return PostgresSource(spec, work, tell)
 
 
-def take_snapshot(spec: SourceSpec, on_wait: Callable[[str], None]) -> Snapshot:
-    """A snapshot of the captured tables, ready to be read. The source must be captured already.
+def take_snapshot(spec: SourceSpec, on_wait: Callable[[str], None], *, captured: bool = True) -> Snapshot:
+    """A snapshot of the source's tables, ready to be read. It makes nothing on the source that outlives it.
 
-    `on_wait` hears what is waited for, and may raise to give up. Raises as `open_source` does, and SourceError.
+    `captured`: changes will follow, so that the source must be captured already, for the same tables. `on_wait`
+    hears what is waited for, and may raise to give up. Raises as `open_source` does, and SourceError.
     """
     _check_kind(spec)
     if spec.kind == "scripted":
-        raise ConfigError("a scripted source has no tables to copy", hint="give the stream mode: cdc")
+        raise _nothing_to_copy()
     try:
         from millstream.sources.postgres.snapshot import HeldSnapshot
     except ImportError as missing:
         raise _without_driver(missing) from missing
-    return HeldSnapshot(spec, on_wait)
+    return HeldSnapshot(spec, on_wait, captured=captured)
+
+
+def preflight_copy(spec: SourceSpec) -> list[Finding]:
+    """Is the source fit for a snapshot that no changes follow? Changes nothing. Raises as `open_source` does."""
+    _check_kind(spec)
+    if spec.kind == "scripted":
+        raise _nothing_to_copy()
+    try:
+        from millstream.sources.postgres.options import PostgresOptions
+        from millstream.sources.postgres.preflight import preflight
+    except ImportError as missing:
+        raise _without_driver(missing) from missing
+    return preflight(spec, PostgresOptions.of(spec), captured=False)
+
+
+def can_copy(spec: SourceSpec) -> None:
+    """Raise ConfigError for a source that has no tables which a snapshot could take."""
+    if spec.kind == "scripted":
+        raise _nothing_to_copy()
 
 
 def read_chunk(spec: SourceSpec, plan: SnapshotPlan, chunk: Chunk) -> Iterator[pa.LargeBinaryArray]:
@@ -103,6 +123,10 @@ def remove_source(spec: SourceSpec) -> None:
 def _check_kind(spec: SourceSpec) -> None:
     if spec.kind not in KINDS:
         raise ConfigError(f"source {spec.name}: unknown kind {spec.kind!r}", hint=f"one of: {', '.join(KINDS)}")
+
+
+def _nothing_to_copy() -> ConfigError:
+    return ConfigError("a scripted source has no tables to copy", hint="give the stream mode: cdc")
 
 
 def _without_driver(missing: ImportError) -> Exception:

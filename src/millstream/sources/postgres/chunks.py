@@ -57,20 +57,30 @@ _LEAVES = """
 
 
 def plan_chunks(
-    control: Connection, spec: SourceSpec, options: PostgresOptions, snapshot: str, before: Mapping[int, str | None]
+    control: Connection,
+    spec: SourceSpec,
+    options: PostgresOptions,
+    snapshot: str,
+    before: Mapping[int, str | None] | None,
 ) -> tuple[tuple[Chunk, ...], int]:
-    """The chunks of all captured tables, and how many rows they have by the server's own estimate.
+    """The chunks of all tables, and how many rows they have by the server's own estimate.
 
     Every table has a chunk, an empty one too: so a target learns of it. `before` is what was `published` before the
-    snapshot was asked for: raises SourceUnavailable if that is not what is published now.
+    snapshot was asked for: raises SourceUnavailable if that is not what is published now. None: nothing is published
+    for this, and the options alone say which columns and rows are read.
     """
-    filters = published(control, options)
-    wanted = [table.relation.oid for table in catalog.select(control, spec.tables).tables]
-    missing = [oid for oid in wanted if oid not in filters or oid not in before or filters[oid] != before[oid]]
-    if missing:
-        raise SourceUnavailable(f"{len(missing)} tables are not in the publication yet")
-    described = catalog.tables_by_oid(control, wanted, options.publications)
-    relations = {table.relation.oid: replace(table.relation, types=options.types.chosen) for table in described}
+    selected = catalog.select(control, spec.tables).tables
+    wanted = [table.relation.oid for table in selected]
+    if before is None:
+        described, filters = _described(selected, options)
+    else:
+        filters = published(control, options)
+        missing = [oid for oid in wanted if oid not in filters or oid not in before or filters[oid] != before[oid]]
+        if missing:
+            raise SourceUnavailable(f"{len(missing)} tables are not in the publication yet")
+        found = catalog.tables_by_oid(control, wanted, options.publications)
+        described = [table.relation for table in found]
+    relations = {relation.oid: replace(relation, types=options.types.chosen) for relation in described}
     with translated("planning the snapshot"), control.transaction():
         control.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
         control.execute(f"SET TRANSACTION SNAPSHOT {literal(snapshot)}".encode())
@@ -78,6 +88,22 @@ def plan_chunks(
     present = [leaf for leaf in leaves if leaf[0] in relations]
     chunks = [chunk for leaf in present for chunk in _chunks_of(relations[leaf[0]], leaf, filters[leaf[0]])]
     return tuple(chunks), sum(int(leaf[6]) for leaf in leaves)
+
+
+def _described(
+    selected: Sequence[catalog.Table], options: PostgresOptions
+) -> tuple[list[Relation], dict[int, str | None]]:
+    """The tables with the columns that the options leave them, and which of their rows these let through."""
+    relations = []
+    for table in selected:
+        relation, listed = table.relation, options.columns.get(table.relation.table)
+        if listed is not None:
+            left = tuple(column for column in relation.columns if column.name in listed)
+            key = relation.key if set(relation.key) <= set(listed) else ()
+            primary = relation.primary_key if set(relation.primary_key) <= set(listed) else ()
+            relation = replace(relation, columns=left, key=key, primary_key=primary)
+        relations.append(relation)
+    return relations, {relation.oid: options.rows.get(relation.table) for relation in relations}
 
 
 def read_chunk(spec: SourceSpec, plan: SnapshotPlan, chunk: Chunk) -> Iterator[pa.LargeBinaryArray]:

@@ -1,6 +1,7 @@
 """Is this database fit for capture? Every finding comes with the SQL, or the sentence, that mends it.
 
     preflight(spec, options) -> list[Finding]
+    preflight(spec, options, captured=False), for a snapshot that no changes follow: it needs no publication
 
 Nothing is changed on the source, and nothing that can be reported is raised.
 """
@@ -8,6 +9,7 @@ Nothing is changed on the source, and nothing that can be reported is raised.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from millstream.errors import MillstreamError
 from millstream.model import SourceSpec
@@ -36,8 +38,11 @@ from millstream.sources.postgres.server import Server, server_findings
 from millstream.sources.postgres.wire import refusals
 
 
-def preflight(spec: SourceSpec, options: PostgresOptions) -> list[Finding]:
-    """Look at everything capture depends on. Errors keep capture from starting; warnings may hurt later."""
+def preflight(spec: SourceSpec, options: PostgresOptions, *, captured: bool = True) -> list[Finding]:
+    """Look at everything capture, or a mere copy of the tables, depends on.
+
+    Errors keep it from starting; warnings may hurt later.
+    """
     try:
         conn = connect(spec, options)
     except MillstreamError as error:
@@ -45,7 +50,7 @@ def preflight(spec: SourceSpec, options: PostgresOptions) -> list[Finding]:
     findings = [Finding("connection", Severity.OK, f"connected to {where(spec)}")]
     with conn:
         try:
-            findings += _all_findings(conn, spec, options)
+            findings += _all_findings(conn, spec, options) if captured else _copy_findings(conn, spec, options)
         except MillstreamError as error:
             findings.append(_of_error("preflight", error))
     return findings
@@ -66,6 +71,22 @@ def _all_findings(conn: Connection, spec: SourceSpec, options: PostgresOptions) 
     yield from identity_findings(selection.tables)
     if selection.tables:
         yield from _publications(conn, server, selection, options, spec.tables)
+
+
+def _copy_findings(conn: Connection, spec: SourceSpec, options: PostgresOptions) -> Iterator[Finding]:
+    """What a snapshot needs: a temporary slot, and the right to read the tables."""
+    server = Server.read(conn)
+    yield from server_findings(conn, server, spec, options)
+    if server.superuser or server.replication:
+        yield _replication(spec, options, server)
+    selection = select(conn, spec.tables)
+    yield from selection.findings
+    yield _chosen(selection)
+    for table in selection.tables:
+        for finding in _table_findings(table, server):
+            # Changes can be captured without the right to read a table; nothing else can copy it.
+            needed = finding.check == "rights" or (finding.check == "row_security" and finding.fix is not None)
+            yield replace(finding, severity=Severity.ERROR) if needed else finding
 
 
 def _replication(spec: SourceSpec, options: PostgresOptions, server: Server) -> Finding:

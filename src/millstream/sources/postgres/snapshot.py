@@ -1,6 +1,7 @@
 """A snapshot of the source at an exact position, held open while many tasks read it.
 
-The steps, in this order (the publication is committed before):
+The steps, in this order (the publication is committed before, if changes are to follow; without that, the tables
+are read as the options describe them, and step 0 has nothing to look at):
 
 0. Which tables are published is read **first**: a table that joins later has changes, of transactions that are
    open then, which neither the snapshot nor the log has. It waits for the next snapshot.
@@ -52,12 +53,12 @@ Waiting = Callable[[str], None]
 class HeldSnapshot:
     """Owns the connections that keep the snapshot alive. Close it when all of it was read."""
 
-    def __init__(self, spec: SourceSpec, on_wait: Waiting) -> None:
+    def __init__(self, spec: SourceSpec, on_wait: Waiting, *, captured: bool = True) -> None:
         options = PostgresOptions.of(spec)
         self._stack = ExitStack()
         try:
             control = self._stack.enter_context(connect(spec, options))
-            before = published(control, options)
+            before = published(control, options) if captured else None
             exporter = connect_replication(spec, options)
             self._stack.callback(_let_go, exporter)
             name, position = _export(control, exporter, options, on_wait)
