@@ -15,7 +15,7 @@ from millstream.engine.home import Home
 from millstream.engine.status import CaptureReport, TargetReport, home_status
 from millstream.errors import StateError
 from millstream.model import Cursor, Json, StreamState
-from millstream.state.base import Runtime
+from millstream.state.base import Runtime, Tally
 from tests.fixtures.journals import Journal, shop_table
 
 FILE = """\
@@ -118,6 +118,34 @@ def test_a_running_stream_shows_how_far_it_is(home: Home, journal: Journal) -> N
     assert "shop  running" in text
     assert "retained on the source 4.0 KiB" in text
     assert "hunter2" not in text + json.dumps(found)
+
+
+def test_each_table_shows_how_far_it_is(home: Home, journal: Journal) -> None:
+    journal.register(shop_table("items", 7002))
+    journal.transaction([("public.items", 1, "x" * 5000)])
+    store = home.open_state()
+    store.save_cursor(cursor(journal, 2), [Tally("public.orders", 2, 100, 2)])
+    store.save_cursor(cursor(journal, 6, "spare"), [Tally("public.orders", 5, 200, 5), Tally("public.items", 1, 50, 6)])
+    store.close()
+    at = datetime.fromtimestamp(1400 * 1000 / 1_000_000, UTC)
+    (found,) = home_status(home, now=at + timedelta(seconds=60)).streams
+    items, orders = found.targets[0].tables
+    assert (orders.name, orders.seq, orders.position) == ("public.orders", 2, "00000000/00000454")
+    assert (orders.events_replicated, orders.lag_events, orders.lag_seconds) == (2, 3, pytest.approx(60.2))
+    assert (items.name, items.seq, items.events_replicated, items.lag_events) == ("public.items", None, 0, 1)
+    assert items.lag_seconds == pytest.approx(60.0)
+    assert 5000 < (items.lag_bytes or 0) < 7000
+    assert [(table.lag_events, table.lag_bytes, table.lag_seconds) for table in found.targets[1].tables] == [
+        (0, 0, 0.0),
+        (0, 0, 0.0),
+    ]
+    (whole,) = [table for table in found.tables_replicated if table.name == "public.orders"]
+    assert (whole.events_replicated, whole.seq, whole.lag_events) == (7, 2, 3)
+    text = millstream(home).stdout
+    assert [line.split()[:4] for line in text.splitlines() if line.strip().startswith("public.")] == [
+        ["public.orders", "2", "00000000/00000454", "3"],
+        ["public.items", "-", "-", "1"],
+    ]
 
 
 def test_how_the_log_is_read_is_shown_while_it_is_read(home: Home) -> None:

@@ -84,7 +84,7 @@ class Progress:
     def targets(self) -> list[tuple[Key, TargetStatus]]:
         """Every target of the home with its status; empty while the home is being set up."""
         try:
-            streams = home_status(self._home).streams
+            streams = home_status(self._home, table_lags=False).streams
         except MillstreamError:
             return []
         return [((stream.name, target.name), target) for stream in streams for target in stream.targets]

@@ -11,6 +11,9 @@ from millstream.cli.output import Home, Json, console, print_json, seconds, size
 if TYPE_CHECKING:
     from millstream.engine.status import HomeStatus, StreamStatus
 
+SHOWN_TABLES = 20
+"""At most so many tables of a stream are listed."""
+
 _STYLES = {
     "running": "green",
     "complete": "green",
@@ -79,8 +82,35 @@ def _print_stream(stream: StreamStatus) -> None:
             _number(target.epoch),
         )
     out.print(table)
+    _print_tables(stream)
     _print_comparisons(stream)
     _print_troubles(stream)
+
+
+def _print_tables(stream: StreamStatus) -> None:
+    """Each table at the target that is furthest behind with it; those with the most to come first."""
+    from rich.table import Table
+
+    tables = sorted(stream.tables_replicated, key=lambda one: (-(one.lag_events or 0), one.name))
+    if not tables:
+        return
+    table = Table(box=None, padding=(0, 2, 0, 2))
+    for column in ("table", "seq", "position", "behind", "bytes behind", "oldest", "events", "bytes"):
+        table.add_column(column, justify="left" if column in ("table", "position") else "right")
+    for one in tables[:SHOWN_TABLES]:
+        table.add_row(
+            one.name,
+            _number(one.seq),
+            one.position or "-",
+            _number(one.lag_events),
+            size(one.lag_bytes),
+            seconds(one.lag_seconds),
+            _number(one.events_replicated),
+            size(one.bytes_replicated),
+        )
+    console().print(table)
+    if len(tables) > SHOWN_TABLES:
+        console().print(f"  and {len(tables) - SHOWN_TABLES} tables more; --json has all of them, by target")
 
 
 def _print_source(stream: StreamStatus) -> None:

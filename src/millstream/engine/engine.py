@@ -246,7 +246,7 @@ class Engine:
         while True:
             if self.failure is not None:
                 raise self.failure
-            status = self.get_status(name)
+            (status,) = home_status(self._home, name, table_lags=False).streams
             delivers = all(target.state in (*READY, StreamState.PAUSED) for target in status.targets)
             if status.state in READY and delivers and status.source.state == "running":
                 return status

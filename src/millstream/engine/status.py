@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from millstream.engine.home import Home, Owner
 from millstream.engine.journal_status import JournalStatus, from_us
+from millstream.engine.table_status import TableStatus, tables_of, together
 from millstream.errors import UnknownStream
 from millstream.model import Checkpoint, Cursor, Json, StreamState
 from millstream.state.base import Fault, LetterState, Runtime, StateStore
@@ -105,19 +106,6 @@ class SourceStatus:
 
 
 @dataclass(frozen=True)
-class TableStatus:
-    """What a target (or all targets of a stream together) has been brought of one table since the stream exists."""
-
-    name: str
-    events_replicated: int
-    bytes_replicated: int
-    last_event: datetime | None
-    """When the last of these changes was committed; None when the journal no longer knows."""
-    snapshot: str | None = None
-    """With `mode: snapshot`: `done`, since a target gets all tables at once. None with every other mode."""
-
-
-@dataclass(frozen=True)
 class TargetStatus:
     """One target of a stream. `lag_seconds` is the age of the oldest change it does not have yet."""
 
@@ -192,7 +180,7 @@ class StreamStatus:
         for target in self.targets:
             for table in target.tables:
                 by_name.setdefault(table.name, []).append(table)
-        return tuple(_together(name, parts) for name, parts in sorted(by_name.items()))
+        return tuple(together(name, parts) for name, parts in sorted(by_name.items()))
 
     @property
     def healthy(self) -> bool:
@@ -226,8 +214,12 @@ class HomeStatus:
         return value
 
 
-def home_status(home: Home, stream: str | None = None, *, now: datetime | None = None) -> HomeStatus:
-    """The status of one stream or all. Raises StateError for a stream that the home does not have."""
+def home_status(
+    home: Home, stream: str | None = None, *, now: datetime | None = None, table_lags: bool = True
+) -> HomeStatus:
+    """The status of one stream or all; without `table_lags`, which take the longest, the lags of tables are None.
+
+    Raises StateError for a stream that the home does not have."""
     now = now or datetime.now(UTC)
     owner = home.owner()
     if not home.state_path.exists():
@@ -240,7 +232,9 @@ def home_status(home: Home, stream: str | None = None, *, now: datetime | None =
         if stream is not None and stream not in names:
             raise unknown_stream(stream, names, home)
         wanted = names if stream is None else [stream]
-        return HomeStatus(str(home.path), owner, tuple(_stream(home, store, name, owner, now) for name in wanted))
+        return HomeStatus(
+            str(home.path), owner, tuple(_stream(home, store, name, owner, now, table_lags) for name in wanted)
+        )
     finally:
         store.close()
 
@@ -255,14 +249,16 @@ def unknown_stream(name: str, known: Sequence[str], home: Home) -> UnknownStream
     return UnknownStream(f"the home {home.path} has no stream {name}: {there}", hint="check the name and --home")
 
 
-def _stream(home: Home, store: StateStore, name: str, owner: Owner | None, now: datetime) -> StreamStatus:
+def _stream(
+    home: Home, store: StateStore, name: str, owner: Owner | None, now: datetime, table_lags: bool
+) -> StreamStatus:
     definition = store.get_stream(name) or {}
     runtimes = {runtime.target: runtime for runtime in store.runtimes(name)}
     cursors = {cursor.target: cursor for cursor in store.cursors(name)}
     source = definition["source"]
-    journal = JournalStatus(home, source["name"], source["kind"])
+    journal = JournalStatus(home, source["name"], source["kind"], table_lags=table_lags)
     whole = runtimes.get("")
-    known = _Known(store, name, now, copied=definition["mode"] == "snapshot")
+    known = _Known(store, name, definition, now)
     targets = tuple(
         _target(target, runtimes.get(target["name"]), cursors.get(target["name"]), journal, known, owner, now)
         for target in definition["targets"]
@@ -370,7 +366,7 @@ def _target(
     events, seconds = journal.lag(cursor, now)
     name = target["name"]
     lost = known.reloads.get(name)
-    tables = known.tables(name, journal)
+    tables = known.tables(name, cursor, journal)
     return TargetStatus(
         name=name,
         kind=target["kind"],
@@ -406,21 +402,13 @@ def _checkpoint(cursor: Cursor | None) -> Checkpoint | None:
     return None if cursor is None else Checkpoint(cursor.seq, cursor.position, cursor.commit_ts or cursor.updated_at)
 
 
-def _together(name: str, parts: Sequence[TableStatus]) -> TableStatus:
-    return TableStatus(
-        name,
-        sum(part.events_replicated for part in parts),
-        sum(part.bytes_replicated for part in parts),
-        max((part.last_event for part in parts if part.last_event is not None), default=None),
-        parts[0].snapshot,
-    )
-
-
 class _Known:
     """What the state store knows of one stream besides its cursors."""
 
-    def __init__(self, store: StateStore, stream: str, now: datetime, *, copied: bool) -> None:
-        self._copied = copied
+    def __init__(self, store: StateStore, stream: str, definition: Json, now: datetime) -> None:
+        self._copied = definition["mode"] == "snapshot"
+        self._patterns = definition["source"]["tables"]
+        self._now = now
         self._totals = store.totals(stream)
         self._faults = store.faults(stream)
         self._since = now - timedelta(hours=1)
@@ -432,12 +420,9 @@ class _Known:
     def dead_letters(self, target: str) -> int:
         return self._letters[target]
 
-    def tables(self, target: str, journal: JournalStatus) -> tuple[TableStatus, ...]:
-        mine = (total for total in self._totals if total.target == target)
-        return tuple(
-            TableStatus(t.table, t.events, t.bytes, journal.committed_at(t.last_seq), "done" if self._copied else None)
-            for t in mine
-        )
+    def tables(self, target: str, cursor: Cursor | None, journal: JournalStatus) -> tuple[TableStatus, ...]:
+        mine = [total for total in self._totals if total.target == target]
+        return tables_of(mine, cursor, self._patterns, journal, self._now, copied=self._copied)
 
     def errors_last_hour(self, target: str | None = None) -> int:
         return sum(fault.at > self._since for fault in self._of(target))

@@ -12,6 +12,7 @@ import numpy as np
 
 from millstream.errors import JournalCorrupt, JournalError, OutOfRange
 from millstream.journal import lookup
+from millstream.journal.backlog import Backlog, backlog
 from millstream.journal.catalog import Catalog, View
 from millstream.journal.format import Head, Header, Slice
 from millstream.journal.index import CUT_ROWS, Cut, to_cut
@@ -160,6 +161,15 @@ class JournalReader:
                     segment=view.name,
                 )
             return found
+
+        return self._with_views(find)
+
+    def backlog(self, start: int) -> dict[int, Backlog]:
+        """What is visible after cursor `start`, by relation. Raises OutOfRange as `plan_end` does."""
+
+        def find(views: Sequence[View], head: Head) -> dict[int, Backlog]:
+            self._check_range(views, head, start)
+            return backlog(self._catalog, views, head, start)
 
         return self._with_views(find)
 
