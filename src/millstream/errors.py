@@ -20,7 +20,8 @@
     │   ├── TargetUnavailable  transient: try the batch again later
     │   └── TargetRefused      permanent: this target stops, the others go on
     │       └── RowRefused     one row cannot be written: without it, or as a dead letter, the batch can
-    │           └── MissingBase    a row lacks a value that its change did not send and nobody has
+    │           ├── MissingBase    a row lacks a value that its change did not send and nobody has
+    │           └── RowUnshaped    a filter or transform fails on a row
     ├── SchemaChanged          a table's columns are no longer those that a DataFrame was made with
     ├── StateError             the state store cannot be read or written
     │   └── UnknownStream      the home has no stream, or the stream no target, of that name
@@ -168,6 +169,18 @@ class MissingBase(RowRefused):
     ) -> None:
         super().__init__(message, hint=hint, kind=kind)
         self.seqs = tuple(seqs)
+
+
+class RowUnshaped(RowRefused):
+    """A filter or transform of the stream fails on a row. `column` is the one that it fails on, where that is known."""
+
+    kind = "transform"
+
+    def __init__(
+        self, message: str, *, hint: str | None = None, kind: str | None = None, column: str | None = None
+    ) -> None:
+        super().__init__(message, hint=hint, kind=kind)
+        self.column = column
 
 
 class SchemaChanged(MillstreamError):

@@ -19,7 +19,7 @@ from millstream.spark.shaped import run_shaped
 from millstream.spark.stage import StagePlan
 from millstream.state.base import Tally
 from millstream.targets.base import Receipt
-from millstream.targets.rejects import Reject, RowsRejected
+from millstream.targets.rejects import Reject, RowsRejected, Unshapable
 
 Receipted = Row | Mapping[str, Any]
 """A row in the schema of receipts."""
@@ -117,6 +117,8 @@ def named_error(named: Json) -> MillstreamError:
     """An error as a task has named it."""
     if named["kind"] == "RowsRejected":
         return RowsRejected([Reject.from_json(one) for one in named["rejects"]])
+    if named["kind"] == "Unshapable":
+        return Unshapable(named["reasons"])
     kind = getattr(millstream.errors, named["kind"], None)
     if isinstance(kind, type) and issubclass(kind, MillstreamError):
         return kind(named["message"], hint=named["hint"])

@@ -9,23 +9,23 @@ finds them by their event ids. What is remembered of open letters goes with ever
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TypeVar
 
 from millstream.engine.batch import BatchResult
 from millstream.engine.repair import repair
-from millstream.errors import RowRefused, TargetError, TargetRefused, TargetUnavailable
+from millstream.errors import RowRefused, RowUnshaped, TargetError, TargetRefused, TargetUnavailable
 from millstream.failpoint import failpoint
 from millstream.journal import JournalReader
 from millstream.model import Json, OnOverflow, OnReject, SeqRange, StreamSpec, TargetSpec
 from millstream.observe import Level
 from millstream.spark.baseline import BaselinePlan
 from millstream.spark.stage import StagePlan, decoded_slices
-from millstream.state.base import MISSING_BASE, Letter, LetterState, StateStore
+from millstream.state.base import MISSING_BASE, TRANSFORM, Letter, LetterState, StateStore
 from millstream.targets.base import Rejecting, Target
-from millstream.targets.rejects import Guard, Held, Outstanding, Reject, RowsRejected
+from millstream.targets.rejects import Guard, Held, Outstanding, Reject, RowsRejected, Unshapable
 
 Plan = TypeVar("Plan", StagePlan, BaselinePlan)
 Tell = Callable[[str, str, Level, Json], None]
@@ -41,8 +41,8 @@ class LetterBox:
         self._spec = spec
         self._target = target
         self._tell = tell
-        self._recorded: set[str] = set()
-        """Event ids of the letters of the batch at hand: left out of it even if they were dropped already."""
+        self._recorded: dict[str, str] = {}
+        """Event ids of the letters of the batch at hand, with their kinds: left out of it even if they were dropped."""
 
     def forget(self) -> None:
         """The target begins anew: what it could not take before is of no interest any more."""
@@ -50,31 +50,36 @@ class LetterBox:
 
     def deliver(self, plan: Plan, attempt: Callable[[Plan], BatchResult]) -> BatchResult:
         """Run a batch until the target has all that it can take of it. Raises what the target refuses as a whole."""
-        if not isinstance(self._target, Rejecting):
-            return attempt(plan)
         self._recorded.clear()
         try:
             return attempt(self._informed(plan, {}))
         except RowsRejected as found:
-            # Changes that rely on a row whose change is a letter.
+            # Changes that rely on a row whose change is a letter, or that cannot be transformed.
             repaired = self._take(found.rejects, {})
-        except RowRefused:
-            if self._spec.dead_letters.on_reject is OnReject.HALT:
+        except RowRefused as refused:
+            # What a transform fails on is looked for in any case: the error shall say which change it was.
+            if self._spec.dead_letters.on_reject is OnReject.HALT and not isinstance(refused, RowUnshaped):
                 raise
             repaired = {}
+        unshapable: dict[str, str] = {}
         while True:
             try:
-                return attempt(replace(self._informed(plan, repaired), isolate=True))
+                return attempt(replace(self._informed(plan, repaired, unshapable), isolate=True))
+            except Unshapable as known:
+                if set(known.reasons) <= set(unshapable):
+                    raise
+                # The next try tells them with their rows.
+                unshapable = known.reasons
             except RowsRejected as found:
-                repaired = self._take(found.rejects, repaired)
+                repaired, unshapable = self._take(found.rejects, repaired), {}
 
     def superseded(self, plan: StagePlan, span: SeqRange) -> dict[str, int]:
         """What a batch made obsolete, found from the journal: who delivered it did not live to say."""
         held = self.held()
-        if not held or not isinstance(self._target, Rejecting):
+        if not held or not self._mirrors:
             return {}
-        left_out = frozenset(letter.event_id for letter in held)
-        guard = Guard(Outstanding(self._target.mirrors, held, left_out))
+        plan = self._informed(plan, {})
+        guard = Guard(Outstanding(True, held, frozenset(letter.event_id for letter in held)))
         planned = [(piece, span) for piece in JournalReader(plan.locations).slices(span)]
         tables = {letter.table for letter in held}
         for relation, number, changes in decoded_slices(plan, planned):
@@ -90,14 +95,20 @@ class LetterBox:
             Held(one.event_id, one.seq, one.table, one.key) for one in mine if one.state is LetterState.WAITING
         )
 
-    def _informed(self, plan: Plan, repaired: dict[str, bytes]) -> Plan:
+    @property
+    def _mirrors(self) -> bool:
+        return isinstance(self._target, Rejecting) and self._target.mirrors
+
+    def _informed(self, plan: Plan, repaired: dict[str, bytes], unshapable: Mapping[str, str] | None = None) -> Plan:
         """The plan with what a task must know of letters; nothing where there are none."""
         letters = self._store.letters(self._stream.name, self._spec.name)
-        if not (letters or repaired or self._recorded):
+        if not (letters or repaired or self._recorded or unshapable):
             return plan
-        assert isinstance(self._target, Rejecting)  # noqa: S101 - looked at by who calls
-        left_out = self._recorded.union(letter.event_id for letter in letters)
-        outstanding = Outstanding(self._target.mirrors, self.held(), frozenset(left_out), repaired)
+        kinds = {**{letter.event_id: letter.kind for letter in letters}, **self._recorded}
+        unshaped = frozenset(event for event, kind in kinds.items() if kind == TRANSFORM)
+        outstanding = Outstanding(
+            self._mirrors, self.held(), frozenset(kinds), repaired, unshaped, dict(unshapable or {})
+        )
         return replace(plan, outstanding=outstanding)
 
     def _take(self, rejects: Sequence[Reject], repaired: dict[str, bytes]) -> dict[str, bytes]:
@@ -113,7 +124,11 @@ class LetterBox:
         if not letters:
             return done
         if policy.on_reject is OnReject.HALT:
-            raise RowRefused(letters[0].reason, hint="on_reject: letter keeps such rows aside and goes on without")
+            first = letters[0]
+            raise RowRefused(
+                f"{first.reason} (change {first.event_id} of {first.table})",
+                hint="on_reject: letter keeps such rows aside and goes on without",
+            )
         self._record([self._letter(one) for one in letters])
         return {event: row for event, row in done.items() if event not in {one.event_id for one in letters}}
 
@@ -138,14 +153,14 @@ class LetterBox:
         """Write letters down, if there is room. Raises by the policy for overflow if there is none."""
         policy = self._spec.dead_letters
         known = {letter.event_id for letter in self._store.letters(self._stream.name, self._spec.name)}
-        new = [letter for letter in letters if letter.event_id not in known | self._recorded]
+        new = [letter for letter in letters if letter.event_id not in known.union(self._recorded)]
         if not new:
             raise TargetRefused("a row was rejected that was left out", hint="this is a defect in Millstream")
         drops = policy.on_overflow is OnOverflow.DROP_OLDEST
         if not drops and len(known) + len(new) > policy.max:
             raise self._overflow(len(known), new)
         gone = self._store.add_letters(new, keep=policy.max if drops else None)
-        self._recorded.update(letter.event_id for letter in new)
+        self._recorded.update((letter.event_id, letter.kind) for letter in new)
         failpoint("letters.recorded")
         tables = dict(Counter(letter.table for letter in new))
         kinds = dict(Counter(letter.kind for letter in new))

@@ -20,10 +20,11 @@ from millstream.errors import ConfigError, NotSupported, RowRefused
 from millstream.failpoint import failpoint
 from millstream.journal import JournalReader
 from millstream.model import Json, Mode, Op, Relation, StreamSpec
-from millstream.state.base import MISSING_BASE, Letter, LetterState, StateStore
+from millstream.state.base import MISSING_BASE, TRANSFORM, Letter, LetterState, StateStore
 from millstream.targets.base import Rejecting, Target, TargetContext
 from millstream.targets.lanes.tables import mirror_key
 from millstream.targets.rejects import Reject, key_texts, relies_on_its_row, unpacked
+from millstream.transforms.shape import Shaping
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,10 @@ class Redelivery:
         spec = next(one for one in self._stream.targets if one.name == self._name)
         target = open_target(spec)
         if not isinstance(target, Rejecting):
-            raise NotSupported(f"a target of kind {target.kind} has no dead letters")
+            raise NotSupported(
+                f"a target of kind {target.kind} cannot be given single changes",
+                hint=f"`millstream replay {self._stream.name}` delivers them again, with the others since then",
+            )
         letters = [letter for letter in map(self._store.get_letter, ids) if letter is not None]
         waiting = [letter for letter in letters if letter.state is LetterState.WAITING]
         if waiting:
@@ -101,6 +105,15 @@ class Redelivery:
     def _redeliver(self, target: Rejecting, letter: Letter) -> bool:
         """Deliver the change, with the values that it relies on if the target does not have them."""
         relation, change = Relation.from_json(letter.relation), unpacked(letter.payload)
+        if letter.kind == TRANSFORM:
+            # Spark is not loaded for letters that can do without it.
+            from millstream.engine.reshaping import reshaped
+
+            shaping = Shaping(self._stream.name, self._stream.shape, target.mirrors)
+            relation, change = reshaped(shaping, relation, letter.relation_id, change)
+            if not change.num_rows:
+                # By now it is outside the filters.
+                return False
         older = [other for other in self._of_its_row(letter) if other.seq < letter.seq]
         # What the target has under a key that the row had before may be another row by now.
         stale = target.mirrors and bool(older or _moves(change, relation))

@@ -93,10 +93,17 @@ class SparkAnalyst:
 @contextmanager
 def analyst() -> Iterator[SparkAnalyst]:
     """An analyst for who has no Spark: one is started when it is first asked, and ended afterwards."""
+    with borrowed_session() as session:
+        yield SparkAnalyst(session)
+
+
+@contextmanager
+def borrowed_session() -> Iterator[Callable[[], SparkSession]]:
+    """Gives the session that there is, or one that is started when it is first asked for and ended afterwards."""
     ours = active_session() is None
     with tempfile.TemporaryDirectory(prefix="millstream-") as directory:
         try:
-            yield SparkAnalyst(lambda: build_session(Path(directory), "local[1]"))
+            yield lambda: build_session(Path(directory), "local[1]")
         finally:
             found = active_session()
             if ours and found is not None:

@@ -146,7 +146,10 @@ class ChunkRows:
         self.relation_id = plan.relation_ids[self.relation]
         self.rows = self.bytes = 0
         self.ended = False
-        self.changes = Shaped(None if plain else plan.shaping, self.relation, self.relation_id, self)
+        shaping = None if plain else plan.shaping
+        # Who only reads has no use for what nobody can get.
+        skip = plan.stager is None
+        self.changes = Shaped(shaping, self.relation, self.relation_id, self, plan.outstanding, skip=skip)
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
         for number in self._numbers:

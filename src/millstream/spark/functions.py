@@ -34,7 +34,7 @@ def applied(images: DataFrame, binding: Binding, part: int) -> DataFrame:
     bound = binding.bound()
     step = _step(bound, part)
     (place, _), *_ = step.step.arguments
-    given = images.where(_given(bound.rule.whole)).select(*_columns([n for n, _ in step.before]), *IDENTITY)
+    given = images.where(whole_rows(bound.rule.whole)).select(*_columns([n for n, _ in step.before]), *IDENTITY)
     try:
         result = user_function(place)(given)
     except ConfigError:
@@ -58,7 +58,8 @@ def applied(images: DataFrame, binding: Binding, part: int) -> DataFrame:
     return both.mapInArrow(_merged(binding, part), from_arrow_schema(image_schema(step.after)))
 
 
-def _given(whole: bool) -> Column:
+def whole_rows(whole: bool) -> Column:
+    """Which images are rows that are there, inside the filters. `whole`: old rows are sent whole."""
     there = (F.col("_ms_image") == NEW) & F.col("_ms_op").isin("c", "r", "u")
     return (there | ((F.col("_ms_image") == OLD) & F.lit(whole))) & F.col("_ms_in")
 

@@ -8,17 +8,21 @@ with ours beside them:
     _ms_in                 whether the row is inside the filters, as far as they were looked at
     _ms_unknown            columns that did not change and were not sent
     _ms_special            exact texts of values that their column cannot hold
-    _ms_note               JSON, of a note: how many changes went before it, and how many were left out; or an error
+    _ms_note               JSON, of a note: how many changes went before it, and how many were left out; or an error; or
+                           a change that cannot be transformed, as it goes on (`transforms.aside`). Of a row, where it
+                           is asked for: what fails on it
 
-Images of a change follow each other, changes are in seq order, notes come last; SQL that works row by row keeps that.
+Images of a change follow each other, changes are in seq order, notes that are no changes come last; SQL that works row
+by row keeps that.
 A task that fails says so in a note, since what Spark says of it may hold a user's value.
 """
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -26,13 +30,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.changelog import COMMON
-from millstream.errors import TargetRefused
-from millstream.latest import Bools, booleans, one_letter, special_texts, unsent_masks, whole, whole_numbers
+from millstream.errors import RowUnshaped
+from millstream.latest import Bools, booleans, special_texts, unsent_masks, whole, whole_numbers
 from millstream.model import Json, Op, Relation
 from millstream.sources.decoders import decoded_schema
+from millstream.spark.changes import Aside
 from millstream.spark.stage import describe
-from millstream.transforms.block import Block, Ints, name_lists, text_maps, truths
-from millstream.transforms.changes import Rows, apart, check_known, going_on, reduced, together
+from millstream.targets.rejects import Outstanding, packed
+from millstream.transforms.block import Block, name_lists, text_maps, truths
+from millstream.transforms.changes import Rows, apart, check_known
 from millstream.transforms.compiled import Compiled, recompiled
 from millstream.transforms.shape import Shaping
 from millstream.transforms.sql import Output, SqlStep
@@ -77,27 +83,49 @@ def _bound(binding: Binding, _: str) -> Compiled:
     return recompiled(binding.shaping, binding.relation, binding.outputs)
 
 
-def split(binding: Binding, changes: Iterable[pa.RecordBatch], left_out: Callable[[], int]) -> Iterator[pa.RecordBatch]:
+def split(
+    binding: Binding,
+    changes: Iterable[pa.RecordBatch],
+    left_out: Callable[[], int],
+    relation_id: int = 0,
+    outstanding: Outstanding | None = None,
+) -> Iterator[pa.RecordBatch]:
     """The images of a table's changes, in its source's columns; at the end their count.
 
     `left_out` is asked last, for the number of rows that were read and are not in `changes`.
     """
     bound = binding.bound()
     schema = image_schema(source_columns(bound))
-    return noting_errors(schema, _split(bound, changes, left_out, schema))
+    aside = Aside(bound, binding.relation, relation_id, outstanding, mirrors=binding.shaping.mirrors)
+    return noting_errors(schema, _split(bound, changes, left_out, aside, schema))
 
 
 def _split(
-    bound: Compiled, changes: Iterable[pa.RecordBatch], left_out: Callable[[], int], schema: pa.Schema
+    bound: Compiled, changes: Iterable[pa.RecordBatch], left_out: Callable[[], int], aside: Aside, schema: pa.Schema
 ) -> Iterator[pa.RecordBatch]:
-    rule, count = bound.rule, 0
+    rule, count, dropped = bound.rule, 0, 0
     for batch in changes:
-        rows = apart(batch, rule)
-        check_known(rows, rule)
-        count += batch.num_rows
-        if batch.num_rows:
-            yield _images(batch, rows, (rule.meets(rows.new), rule.meets(rows.old)), rule.key, schema)
-    yield note({"changes": count, "left_out": left_out()}, schema)
+        for piece, fit in aside.pieces(batch):
+            if not fit:
+                stub = aside.stub(piece)
+                if stub is None:
+                    dropped += 1
+                else:
+                    count += 1
+                    yield _stub_note(stub, schema)
+                continue
+            rows = apart(piece, rule)
+            check_known(rows, rule)
+            count += piece.num_rows
+            yield _images(piece, rows, (rule.meets(rows.new), rule.meets(rows.old)), rule.key, schema)
+    aside.check()
+    yield note({"changes": count, "left_out": left_out() + dropped}, schema)
+
+
+def _stub_note(stub: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """A change that passes by all filters and transforms, in its place among the others."""
+    said = {"change": base64.b64encode(packed(pa.Table.from_batches([stub]))).decode()}
+    return note(said, schema, _ms_seq=stub["_ms_seq"][0].as_py(), _ms_event_id=stub["_ms_event_id"][0].as_py())
 
 
 def noting_errors(schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -108,9 +136,9 @@ def noting_errors(schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> Itera
         yield note({"error": describe(failed)}, schema)
 
 
-def note(said: Json, schema: pa.Schema) -> pa.RecordBatch:
-    """A note among images."""
-    row = {"_ms_seq": _LAST, "_ms_image": NOTE, "_ms_in": False, "_ms_note": json.dumps(said)}
+def note(said: Json, schema: pa.Schema, **place: object) -> pa.RecordBatch:
+    """A note among images: after all of them, or in a place of its own."""
+    row = {"_ms_seq": _LAST, "_ms_image": NOTE, "_ms_in": False, "_ms_note": json.dumps(said), **place}
     return pa.RecordBatch.from_pylist([row], schema=schema)
 
 
@@ -196,23 +224,58 @@ class Images:
 
 
 def arrow_part(
-    binding: Binding, begin: int, end: int
+    binding: Binding, begin: int, end: int, *, isolate: bool = False
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """The function for `mapInArrow` that does transforms without SQL: the parts from `begin` to before `end`."""
+    """The function for `mapInArrow` that does transforms without SQL: the parts from `begin` to before `end`.
+
+    `isolate`: what fails on an image is noted there, and is no error.
+    """
 
     def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         bound = binding.bound()
         following = bound.parts[end]
         assert isinstance(following, SqlStep)  # noqa: S101 - what comes after the last of Spark's is done in a `Joiner`
         schema = image_schema(following.before)
-        return noting_errors(schema, (_stepped(bound, batch, begin, end, schema) for batch in batches if len(batch)))
+        made = (stepped_images(bound, carried(bound, one, begin), begin, end, isolate) for one in batches if len(one))
+        return noting_errors(schema, (written(i.block, i.batch, i.image, i.meets, schema) for i in made))
 
     return run
 
 
-def _stepped(bound: Compiled, batch: pa.RecordBatch, begin: int, end: int, schema: pa.Schema) -> pa.RecordBatch:
-    images = carried(bound, batch, begin)
-    return written(stepped(bound, images.block, begin, end), images.batch, images.image, images.meets, schema)
+def stepped_images(bound: Compiled, images: Images, begin: int, end: int, isolate: bool) -> Images:
+    """The images after these parts, none of which is Spark's. `isolate`: what fails on an image is noted there."""
+    try:
+        return replace(images, block=stepped(bound, images.block, begin, end))
+    except RowUnshaped:
+        if not isolate:
+            raise
+    block, failed = _stepped_apart(bound, images.block, begin, end)
+    noted = pc.coalesce(images.batch["_ms_note"], pa.array(failed, pa.string()))
+    batch = images.batch.set_column(OWN.get_field_index("_ms_note"), OWN.field("_ms_note"), noted)
+    return replace(images, block=block, batch=batch, meets=images.meets & ~booleans(noted.is_valid()))
+
+
+def _stepped_apart(bound: Compiled, block: Block, begin: int, end: int) -> tuple[Block, list[str | None]]:
+    """The same for a block that fails, cut in two until single rows are left; beside it what fails on which row."""
+    try:
+        return stepped(bound, block, begin, end), [None] * block.size
+    except RowUnshaped as failed:
+        if block.size == 1 and failed.column is not None:
+            # The rest of the row, its key above all, is what it is.
+            nothing = pa.nulls(1, block.values[failed.column].type)
+            without = Block(1, {**block.values, failed.column: nothing}, _but(block.special, failed.column))
+            made, _ = _stepped_apart(bound, without, begin, end)
+            return made, [failed.message]
+        if block.size == 1:
+            raise
+    half = block.size // 2
+    halves = [np.arange(half), np.arange(half, block.size)]
+    (one, first), (other, second) = (_stepped_apart(bound, block.take(rows), begin, end) for rows in halves)
+    return joined(one, other), [*first, *second]
+
+
+def _but(texts: Mapping[str, pa.StringArray], name: str) -> dict[str, pa.StringArray]:
+    return {other: text for other, text in texts.items() if other != name}
 
 
 def stepped(bound: Compiled, block: Block, begin: int, end: int) -> Block:
@@ -247,91 +310,6 @@ def columns_from(bound: Compiled, begin: int) -> list[tuple[str, pa.DataType]]:
 def source_columns(bound: Compiled) -> list[tuple[str, pa.DataType]]:
     """The columns that images begin with."""
     return list(zip(bound.rule.names, decoded_schema(bound.source).types, strict=True))
-
-
-class Joiner:
-    """Images back to changes of the filtered and transformed table. For one task; a change is never cut."""
-
-    def __init__(self, bound: Compiled, begin: int) -> None:
-        """The transforms from the part `begin` on are done here; none of them is Spark's."""
-        self._bound = bound
-        self._begin = begin
-        self._waiting: list[pa.RecordBatch] = []
-        self.joined = 0
-        """How many changes came so far,"""
-        self.counted = 0
-        """how many there must be by the counts,"""
-        self.left_out = 0
-        """and how many of what was read are none to the target."""
-
-    def changes(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """The changes, in batches that are not empty."""
-        for batch in batches:
-            yield from self._take(batch)
-        yield from self._flush()
-        if self.joined != self.counted:
-            raise TargetRefused(
-                f"{self._bound.source.table}: {self.joined} changes came out of {self.counted} that went in",
-                hint="a function must make one row of each, or none, and leave _ms_seq, _ms_event_id and _ms_image",
-            )
-
-    def _take(self, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-        kind = batch["_ms_image"]
-        notes = batch.filter(pc.equal(kind, NOTE))
-        for text in notes["_ms_note"].to_pylist():
-            said = json.loads(text)
-            if "error" in said:
-                raise Named(said["error"])
-            self.counted += said["changes"]
-            self.left_out += said["left_out"]
-        images = batch.filter(pc.less(kind, NOTE)) if notes.num_rows else batch
-        if not images.num_rows:
-            return
-        # The last change may go on in the next batch.
-        news = np.flatnonzero(np.asarray(pc.equal(images["_ms_image"], NEW)))
-        last = int(news[-1]) if len(news) else None
-        if last is None:
-            self._waiting.append(images)
-            return
-        self._waiting.append(images.slice(0, last))
-        yield from self._flush()
-        self._waiting = [images.slice(last)]
-
-    def _flush(self) -> Iterator[pa.RecordBatch]:
-        waiting, self._waiting = [one for one in self._waiting if one.num_rows], []
-        if waiting:
-            made = self._join(pa.concat_batches(waiting))
-            if made.num_rows:
-                yield made
-
-    def _join(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        images = carried(self._bound, batch, self._begin)
-        block = stepped(self._bound, images.block, self._begin, len(self._bound.parts))
-        news, olds = np.flatnonzero(images.image == NEW), np.flatnonzero(images.image == OLD)
-        self.joined += len(news)
-        # An old row comes right after its new one: which change it is of is how many new ones came before it.
-        change = np.cumsum(images.image == NEW) - 1
-        place: Ints = np.full(len(news), -1, np.int64)
-        place[change[olds]] = olds
-        has_old = place >= 0
-        at = np.maximum(place, 0)
-        old = block.take(at).only(has_old, frozenset())
-        rule, bound = self._bound.rule, self._bound
-        of_change = images.batch.take(whole_numbers(news))
-        rows = Rows(one_letter(of_change["_ms_op"]), block.take(news), old, has_old)
-        new_in, old_in = images.meets[news], images.meets[at] & has_old
-        going, rows = going_on(of_change, rows, rule, new_in, old_in)
-        self.left_out += len(news) - len(rows.op)
-        rows = reduced(rows, bound.traced, rule.whole)
-        return together(going, rows, rule.whole, bound.relation, bound.traced)
-
-
-class Named(Exception):
-    """An error that a task before this one has named already."""
-
-    def __init__(self, error: Json) -> None:
-        super().__init__()
-        self.error = error
 
 
 def eligible(op: np.ndarray, image: np.ndarray, meets: Bools, whole: bool) -> Bools:

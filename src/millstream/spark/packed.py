@@ -16,7 +16,8 @@ import pyarrow as pa
 
 from millstream.changelog import schema
 from millstream.model import Json, Relation
-from millstream.spark.images import Binding, Joiner, Named
+from millstream.spark.images import Binding
+from millstream.spark.joining import Joiner, Named
 from millstream.spark.stage import describe
 from millstream.targets.base import Receipt
 
@@ -33,12 +34,15 @@ PACKED_DDL = "relation int, changes binary, left_out bigint, work string, error 
 
 
 def pack(
-    binding: Binding, relation_id: int, begin: int
+    binding: Binding, relation_id: int, begin: int, *, isolate: bool = False, skip: bool = False
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """The function for `mapInArrow`: images in, packed changes out; the transforms from `begin` on are done here."""
+    """The function for `mapInArrow`: images in, packed changes out; the transforms from `begin` on are done here.
+
+    `isolate` and `skip`: as a `Joiner` has them.
+    """
 
     def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        joiner = Joiner(binding.bound(), begin)
+        joiner = Joiner(binding.bound(), begin, isolate=isolate, skip=skip)
         try:
             for changes in joiner.changes(batches):
                 yield _row(relation=relation_id, changes=_stream(changes))

@@ -10,35 +10,26 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import reduce
 from pathlib import Path
 
 import pyarrow as pa
 from pyspark import TaskContext
-from pyspark.errors import PySparkException
+from pyspark.errors import PySparkException, PythonException
 from pyspark.sql import DataFrame, Row, SparkSession
-from pyspark.sql import functions as F
-from pyspark.sql.pandas.types import from_arrow_schema
-from pyspark.sql.types import StructType
 
-from millstream.errors import TargetRefused
+from millstream.errors import RowUnshaped, TargetRefused
 from millstream.journal import JournalReader
 from millstream.journal.format import Slice
-from millstream.model import Relation, SeqRange
-from millstream.spark.analysis import SparkAnalyst, expanded, quiet, quoted
-from millstream.spark.functions import applied
-from millstream.spark.images import (
-    OWN,
-    Binding,
-    arrow_part,
-    image_schema,
-    last_done,
-    noting_errors,
-    source_columns,
-    split,
-)
-from millstream.spark.packed import PACKED_DDL, pack, packed_work, unpack
+from millstream.model import Json, Relation, SeqRange
+from millstream.spark.analysis import SparkAnalyst, quiet
+from millstream.spark.baseline import BaselinePlan
+from millstream.spark.cutting import ShapedTable, find_by_cutting
+from millstream.spark.expressions import first_schema, packed_frame
+from millstream.spark.images import Binding, image_schema, noting_errors, source_columns, split
+from millstream.spark.packed import PACKED_DDL, packed_work, unpack
 from millstream.spark.partition import share_out
 from millstream.spark.probe import check_myself
 from millstream.spark.rows import MESSAGES, Opener, Rows, described
@@ -57,7 +48,6 @@ from millstream.spark.tables import share
 from millstream.targets.base import Attempt, Lane
 from millstream.transforms.compiled import compiled_by, wants_spark
 from millstream.transforms.shape import Shaping
-from millstream.transforms.sql import SqlStep
 
 ArrowFunction = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
@@ -98,22 +88,40 @@ def run_shaped(spark: SparkSession, plan: StagePlan, span: SeqRange) -> tuple[Se
         return None
     lane = isinstance(plan.stager, Lane)
     tasks = 1 if lane else spark.sparkContext.defaultParallelism
-    frames = []
+    shaped = []
     for number, binding in bindings.items():
         runs = share_out(tables[number], tasks)
         images = numbers(spark, len(runs)).mapInArrow(_split(plan, binding, number, runs, span), first_schema(binding))
-        frames.append(packed_frame(images, binding, number))
+        shaped.append(ShapedTable(images, binding, number))
     plain = [piece for number, pieces in tables.items() if number not in bindings for piece in pieces]
-    if plain:
-        work = [[asdict(piece) for piece in run] for run in share_out(plain, tasks)]
-        frames.append(numbers(spark, len(work)).mapInArrow(packed_work(work), PACKED_DDL))
+    work = [[asdict(piece) for piece in run] for run in share_out(plain, tasks)] if plain else []
     relations = {number: binding.bound().relation for number, binding in bindings.items()}
     stage = _stage(plan, span, relations, others.total())
-    return gathered(frames, stage, one_task=lane, stream=stream_of(plan.shaping)), others.total()
+    return run_tables(spark, plan, shaped, work, stage), others.total()
 
 
-def stream_of(shaping: Shaping | None) -> str:
-    return shaping.stream if shaping is not None else ""
+def run_tables(
+    spark: SparkSession,
+    plan: StagePlan | BaselinePlan,
+    tables: Sequence[ShapedTable],
+    work: list[list[Json]],
+    stage: ArrowFunction,
+) -> Sequence[Row]:
+    """Shape tables, and deliver them and the other work of a batch, in one job. Returns the rows of receipts.
+
+    Raises RowUnshaped if something fails on a row; Unshapable, which says on which ones, if that is asked for.
+    """
+    stream = plan.shaping.stream if plan.shaping is not None else ""
+    frames = [packed_frame(one.images, one.binding, one.relation_id, isolate=plan.isolate) for one in tables]
+    if work:
+        frames.append(numbers(spark, len(work)).mapInArrow(packed_work(work), PACKED_DDL))
+    try:
+        functions = any(one.functions() for one in tables)
+        return gathered(frames, stage, one_task=isinstance(plan.stager, Lane), stream=stream, functions=functions)
+    except RowUnshaped:
+        if plan.isolate:
+            find_by_cutting(tables)
+        raise
 
 
 def numbers(spark: SparkSession, count: int) -> DataFrame:
@@ -121,61 +129,25 @@ def numbers(spark: SparkSession, count: int) -> DataFrame:
     return spark.range(0, count, 1, max(1, count))
 
 
-def first_schema(binding: Binding) -> StructType:
-    """What images of the table are before anything is done to them."""
-    return from_arrow_schema(image_schema(source_columns(binding.bound())))
-
-
-def packed_frame(images: DataFrame, binding: Binding, relation_id: int) -> DataFrame:
-    """The images of a table, filtered, transformed and packed."""
-    bound = binding.bound()
-    if bound.conditions:
-        images = _filtered(images, binding)
-    begin = 0
-    for at, part in enumerate(bound.parts):
-        if not isinstance(part, SqlStep):
-            continue
-        if at > begin or last_done(bound, begin) is not None:
-            images = images.mapInArrow(arrow_part(binding, begin, at), from_arrow_schema(image_schema(part.before)))
-        images = applied(images, binding, at) if part.step.verb == "python" else _selected(images, part)
-        begin = at + 1
-    return images.mapInArrow(pack(binding, relation_id, begin), PACKED_DDL)
-
-
-def _filtered(images: DataFrame, binding: Binding) -> DataFrame:
-    """Which images are inside; of the others only the key goes on, so that no SQL ever sees the rest."""
-    bound = binding.bound()
-    inside = F.col("_ms_in")
-    for condition in bound.conditions:
-        inside = inside & F.coalesce(F.expr(condition), F.lit(False))
-    names = [name for name, _ in source_columns(bound)]
-    tested = images.withColumn("_ms_in", inside)
-    kept = [
-        F.col(quoted(name)) if name in bound.rule.key else F.when(F.col("_ms_in"), F.col(quoted(name))).alias(name)
-        for name in names
-    ]
-    return tested.select(*kept, *OWN.names)
-
-
-def _selected(images: DataFrame, part: SqlStep) -> DataFrame:
-    names = [name for name, _ in part.before]
-    if part.step.verb == "add_sql":
-        made = [*(F.col(quoted(n)) for n in names), *(F.expr(sql).alias(n) for n, sql in part.step.arguments)]
-    else:
-        made = [F.expr(sql) for sql, _ in expanded(part.step.arguments, names)]
-    return images.select(*made, *OWN.names)
-
-
-def gathered(frames: Sequence[DataFrame], stage: ArrowFunction, *, one_task: bool, stream: str) -> Sequence[Row]:
+def gathered(
+    frames: Sequence[DataFrame], stage: ArrowFunction, *, one_task: bool, stream: str, functions: bool = False
+) -> Sequence[Row]:
     """Bring packed tables to the tasks that deliver them, and run the job. Returns the rows of receipts."""
     packed = reduce(DataFrame.union, frames)
     if one_task:
         packed = packed.coalesce(1)
+    with in_our_words(stream, functions=functions):
+        return packed.mapInArrow(stage, RECEIPT_DDL).collect()
+
+
+@contextmanager
+def in_our_words(stream: str, *, functions: bool) -> Iterator[None]:
+    """Raise RowUnshaped, without a row's values, for what Spark says of a row. `functions`: users' are among it."""
     try:
         with quiet():
-            return packed.mapInArrow(stage, RECEIPT_DDL).collect()
+            yield
     except PySparkException as failed:
-        raise _sql_error(failed, stream) or failed from None
+        raise _row_error(failed, stream, functions) or failed from None
 
 
 _IN_SQL = re.compile(
@@ -186,11 +158,16 @@ _IN_SQL = re.compile(
 """What SQL says of a row that it cannot work on; the rest of the sentence may hold the row's values."""
 
 
-def _sql_error(failed: PySparkException, stream: str) -> TargetRefused | None:
+def _row_error(failed: PySparkException, stream: str, functions: bool) -> RowUnshaped | None:
     found = _IN_SQL.search(str(failed))
+    if found is None and functions and isinstance(failed, PythonException):
+        return RowUnshaped(
+            f"stream {stream}: a function of the stream fails on a row",
+            hint="let it leave such rows as they are, or out; a new target begins with that",
+        )
     if found is None:
         return None
-    return TargetRefused(
+    return RowUnshaped(
         f"stream {stream}: a filter or transform in SQL fails on a row: {found[1]}",
         hint="let it give NULL there: try_cast, try_divide, try_add and the like; a new target begins with that",
     )
@@ -207,7 +184,7 @@ def _split(
         slices = [(piece, span) for number in asked for piece in runs[number]]
         rows = Rows(Opener(plan.locations, slices), plan.after_position, slices)
         changes = decoded(binding.relation, relation_id, plan.event_prefix, rows)
-        yield from split(binding, changes, lambda: rows.skipped)
+        yield from split(binding, changes, lambda: rows.skipped, relation_id, plan.outstanding)
 
     return lambda batches: noting_errors(image_schema(source_columns(binding.bound())), images(batches))
 

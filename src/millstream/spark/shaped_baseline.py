@@ -11,11 +11,13 @@ from pyspark import TaskContext
 from pyspark.sql import DataFrame, Row, SparkSession
 
 from millstream.errors import TargetRefused
-from millstream.model import Relation
+from millstream.model import Json, Relation
 from millstream.spark.baseline import BaselinePlan, ChunkRows, chunk_staged, read_chunks
+from millstream.spark.cutting import ShapedTable
+from millstream.spark.expressions import first_schema, packed_frame
 from millstream.spark.images import Binding, image_schema, noting_errors, source_columns, split
-from millstream.spark.packed import PACKED_DDL, packed_work, unpack
-from millstream.spark.shaped import ArrowFunction, binding_of, first_schema, gathered, numbers, packed_frame, stream_of
+from millstream.spark.packed import unpack
+from millstream.spark.shaped import ArrowFunction, binding_of, numbers, run_tables
 from millstream.spark.stage import describe, error_row, receipt_rows
 from millstream.targets.base import Attempt, Lane
 
@@ -33,23 +35,31 @@ def run_shaped_baseline(spark: SparkSession, plan: BaselinePlan) -> Sequence[Row
     if not bindings:
         return None
     lane = isinstance(plan.stager, Lane)
-    frames = []
+    shaped = []
     for relation, binding in bindings.items():
         chunks = tables[relation]
         tasks = [chunks] if lane else [[number] for number in chunks]
-        frames.append(packed_chunks(spark, plan, binding, tasks))
+        shaped.append(ShapedTable(chunk_images(spark, plan, binding, tasks), binding, plan.relation_ids[relation]))
     plain = [number for relation, chunks in tables.items() if relation not in bindings for number in chunks]
-    if plain:
-        work = [[{"chunk": number} for number in plain]] if lane else [[{"chunk": number}] for number in plain]
-        frames.append(numbers(spark, len(work)).mapInArrow(packed_work(work), PACKED_DDL))
+    work: list[list[Json]] = [[{"chunk": number}] for number in plain]
+    if lane and plain:
+        work = [[{"chunk": number} for number in plain]]
     relations = {plan.relation_ids[relation]: binding.bound().relation for relation, binding in bindings.items()}
-    return gathered(frames, _stage(plan, relations), one_task=lane, stream=stream_of(plan.shaping))
+    return run_tables(spark, plan, shaped, work, _stage(plan, relations))
 
 
 def packed_chunks(spark: SparkSession, plan: BaselinePlan, binding: Binding, tasks: list[list[int]]) -> DataFrame:
-    """What filters and transforms make of chunks of one table, packed; `tasks` has their numbers, task by task."""
-    images = numbers(spark, len(tasks)).mapInArrow(_split(plan, binding, tasks), first_schema(binding))
-    return packed_frame(images, binding, plan.relation_ids[binding.relation])
+    """What filters and transforms make of chunks of one table, packed; `tasks` has their numbers, task by task.
+
+    Rows that cannot be transformed are left out.
+    """
+    images, number = chunk_images(spark, plan, binding, tasks), plan.relation_ids[binding.relation]
+    return packed_frame(images, binding, number, isolate=True, skip=True)
+
+
+def chunk_images(spark: SparkSession, plan: BaselinePlan, binding: Binding, tasks: list[list[int]]) -> DataFrame:
+    """The images of chunks of one table."""
+    return numbers(spark, len(tasks)).mapInArrow(_split(plan, binding, tasks), first_schema(binding))
 
 
 def _split(plan: BaselinePlan, binding: Binding, tasks: list[list[int]]) -> ArrowFunction:
@@ -57,7 +67,8 @@ def _split(plan: BaselinePlan, binding: Binding, tasks: list[list[int]]) -> Arro
 
     def images(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         chunks = [chunk for batch in batches for number in batch.column(0).to_pylist() for chunk in tasks[number]]
-        yield from split(binding, ChunkRows(plan, chunks, plain=True), lambda: 0)
+        rows = ChunkRows(plan, chunks, plain=True)
+        yield from split(binding, rows, lambda: 0, rows.relation_id, plan.outstanding)
 
     return lambda batches: noting_errors(image_schema(source_columns(binding.bound())), images(batches))
 

@@ -30,7 +30,7 @@ from millstream.spark.rows import Opener, Rows, described
 from millstream.spark.slices import from_rows
 from millstream.spark.tables import OwnTables, share
 from millstream.targets.base import Attempt, Lane, LaneBatch, Part, Receipt, Stager
-from millstream.targets.rejects import Guard, Outstanding, RowsRejected
+from millstream.targets.rejects import Guard, Outstanding, RowsRejected, Unshapable
 from millstream.transforms.compiled import wants_spark
 from millstream.transforms.shape import Shaping
 
@@ -69,9 +69,9 @@ class StagePlan:
     shaping: Shaping | None = None
     """The stream's filters and transforms; None: every change goes on as it is."""
     outstanding: Outstanding | None = None
-    """What a lane must know of changes that it could not take; None: there are none."""
+    """What tasks must know of changes that could not be taken; None: there are none."""
     isolate: bool = False
-    """A lane shall find out which changes it cannot take."""
+    """It shall be found out which changes cannot be taken, by SQL or by a lane."""
 
 
 def stage(plan: StagePlan, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -104,7 +104,8 @@ def stage_slices(
     for (journal_id, relation_id), group in groupby(slices, key=lambda piece: (piece[0].journal_id, piece[0].relation)):
         relation = described(plan.locations, plan.source_kind, journal_id, relation_id)
         rows = Rows(opener, plan.after_position, group)
-        changes = Shaped(plan.shaping, relation, relation_id, decoded(relation, relation_id, plan.event_prefix, rows))
+        raw = decoded(relation, relation_id, plan.event_prefix, rows)
+        changes = Shaped(plan.shaping, relation, relation_id, raw, plan.outstanding)
         receipts = stager.stage(changes.relation, relation_id, iter(changes), attempt)
         # A stager that did not read to the end must not pass for one that did.
         if rows.taken != changes.left_out + sum(receipt.rows for receipt in receipts):
@@ -132,7 +133,8 @@ def decoded_slices(
             # Nobody but Spark can say what becomes of these; who asks can do without them.
             continue
         rows = Rows(opener, plan.after_position, list(group))
-        changes = Shaped(plan.shaping, relation, relation_id, decoded(relation, relation_id, plan.event_prefix, rows))
+        raw = decoded(relation, relation_id, plan.event_prefix, rows)
+        changes = Shaped(plan.shaping, relation, relation_id, raw, plan.outstanding)
         yield changes.relation, relation_id, iter(changes)
 
 
@@ -173,7 +175,7 @@ class _Reading:
 
     def __post_init__(self) -> None:
         changes = decoded(self.relation, self.relation_id, self.plan.event_prefix, self)
-        self.changes = Shaped(self.plan.shaping, self.relation, self.relation_id, changes)
+        self.changes = Shaped(self.plan.shaping, self.relation, self.relation_id, changes, self.plan.outstanding)
 
     @property
     def shaped(self) -> Relation:
@@ -307,6 +309,8 @@ def describe(failed: Exception) -> Json:
     """The error as the driver may see it. The words of a stranger's error may hold a user's value: only ours go out."""
     if isinstance(failed, RowsRejected):
         return {"kind": "RowsRejected", "rejects": [one.to_json() for one in failed.rejects]}
+    if isinstance(failed, Unshapable):
+        return {"kind": "Unshapable", "reasons": failed.reasons}
     if isinstance(failed, MillstreamError):
         return {"kind": type(failed).__name__, "message": failed.message, "hint": failed.hint}
     where = traceback.extract_tb(failed.__traceback__)[-1]

@@ -16,6 +16,8 @@ from millstream.model import Cursor, Json, StreamState
 
 MISSING_BASE = "missing_base"
 """The kind of letters whose change left out a value that nobody had."""
+TRANSFORM = "transform"
+"""The kind of letters that a filter or transform fails on: what they hold is the source's change."""
 
 FAULTS = 1000
 """How many faults of each stream are kept."""

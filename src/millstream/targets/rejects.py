@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.changelog import BEFORE
-from millstream.errors import MissingBase, RowRefused, TargetRefused
+from millstream.errors import MissingBase, RowRefused, RowUnshaped, TargetRefused
 from millstream.latest import booleans, one_letter, whole_numbers
 from millstream.model import Json, Op, Relation
 from millstream.targets.lanes.tables import mirror_key
@@ -40,14 +40,17 @@ class Reject:
     seq: int
     op: str
     kind: str
-    """value | constraint | encoding | missing_base"""
+    """value | constraint | encoding | missing_base | transform"""
     reason: str
     key: str | None
     """The key of the row after the change, as JSON text; None where rows have no key."""
     relation_id: int
     relation: Json
     row: bytes
-    """The change in the schema of the relation's changelog, as an Arrow IPC stream."""
+    """The change in the schema of the relation's changelog, as an Arrow IPC stream.
+
+    Of the kind `transform` relation and change are the source's: nothing was made of them.
+    """
 
     def to_json(self) -> Json:
         return {**vars(self), "row": base64.b64encode(self.row).decode()}
@@ -64,6 +67,16 @@ class RowsRejected(TargetRefused):
         first = rejects[0]
         super().__init__(f"{first.table}: {len(rejects)} changes cannot be taken, the first because {first.reason}")
         self.rejects = tuple(rejects)
+
+
+class Unshapable(TargetRefused):
+    """Filters or transforms fail on some changes of a batch; nothing was written. By event id the reasons."""
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        super().__init__(
+            f"{len(reasons)} changes cannot be transformed, the first because {next(iter(reasons.values()))}"
+        )
+        self.reasons = dict(reasons)
 
 
 @dataclass(frozen=True)
@@ -87,6 +100,10 @@ class Outstanding:
     """Event ids of changes that are letters."""
     repaired: Mapping[str, bytes] = field(default_factory=dict)
     """By event id the changes that were completed, as IPC streams."""
+    unshaped: frozenset[str] = frozenset()
+    """Those of `left_out` that filters or transforms fail on: they must not be given to these again."""
+    unshapable: Mapping[str, str] = field(default_factory=dict)
+    """By event id changes that were found to be such, with the reason: to be told as rejects, with their rows."""
 
 
 def packed(rows: pa.Table) -> bytes:
@@ -118,6 +135,14 @@ def reject(
         relation.to_json(),
         packed(row.combine_chunks()),
     )
+
+
+def unshaped_reject(
+    relation: Relation, relation_id: int, row: pa.RecordBatch, stub: pa.RecordBatch, key: Sequence[str], why: str
+) -> Reject:
+    """A change of the source that cannot be transformed. `stub` has its key as the target has it."""
+    found = reject(relation, relation_id, pa.Table.from_batches([row]), (), RowUnshaped(why))
+    return replace(found, key=key_texts(stub, key)[0][0].as_py() if key else None)
 
 
 def key_texts(rows: pa.Table | pa.RecordBatch, key: Sequence[str]) -> tuple[pa.StringArray, pa.StringArray]:

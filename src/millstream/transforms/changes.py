@@ -92,14 +92,19 @@ def shaped(
     transform: Callable[[Block], Block],
     relation: Relation,
     traced: frozenset[str],
+    *,
+    of_old: frozenset[str] | None = None,
 ) -> pa.RecordBatch:
     """The changes of the filtered and transformed table, `relation`, in the order of those they come from.
 
-    `traced` are the columns of `relation` that come from those of `rule.key`.
+    `traced` are the columns of `relation` that come from those of `rule.key`. `of_old`: only these columns of old
+    rows are transformed, nothing goes on of the others.
     """
     rows = apart(batch, rule)
     check_known(rows, rule)
     batch, rows = going_on(batch, rows, rule, rule.meets(rows.new), rule.meets(rows.old))
+    if of_old is not None:
+        rows = replace(rows, old=rows.old.only(np.zeros(rows.old.size, bool), of_old))
     rows = reduced(rows, rule.key, rule.whole)
     made = replace(rows, new=transform(rows.new), old=transform(rows.old))
     return together(batch, made, rule.whole, relation, traced)

@@ -61,9 +61,18 @@ class Compiled:
         """Whether something is in SQL or Python: `changes` and `rows` cannot be had here then."""
         return bool(self.outputs)
 
-    def changes(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """What these changes of the source's table mean for the filtered and transformed one; may be no row."""
-        return changes.shaped(batch, self.rule, self.transformed, self.relation, self.traced)
+    def changes(self, batch: pa.RecordBatch, *, old_keys: bool = False) -> pa.RecordBatch:
+        """What these changes of the source's table mean for the filtered and transformed one; may be no row.
+
+        `old_keys`: of old rows only the keys go on. Raises RowUnshaped if a transform fails on a row.
+        """
+        of_old = frozenset(self.identity) if old_keys else None
+        return changes.shaped(batch, self.rule, self.transformed, self.relation, self.traced, of_old=of_old)
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """The columns of the source's table that tell its rows apart."""
+        return self.source.primary_key if self.source.identity == "f" else self.source.key
 
     def rows(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The rows that a target should have of these of the source: those that meet the filters, transformed.

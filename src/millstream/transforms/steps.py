@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from millstream.changelog import METADATA
-from millstream.errors import ConfigError, TargetRefused
+from millstream.errors import ConfigError, RowUnshaped
 from millstream.model import Column
 from millstream.secrets import resolve
 from millstream.transforms.block import Block
@@ -124,19 +124,20 @@ def _cast(step: Step, columns: Columns) -> Apply:
         # Also where Arrow's type is the same: a uuid that is cast to string is text to targets.
         columns.fields[name] = (to, None)
         if have != to:
-            changes[name] = _exactly(to, f"{columns.table}.{name}")
+            changes[name] = _exactly(to, columns.table, name)
     return _by_column(changes)
 
 
-def _exactly(to: pa.DataType, where: str) -> OneColumn:
+def _exactly(to: pa.DataType, table: str, name: str) -> OneColumn:
     def change(array: pa.Array, special: pa.StringArray | None) -> pa.Array:
         try:
             return cast(array, special, to)
         except pa.ArrowInvalid:
             # Its words hold the value.
-            raise TargetRefused(
-                f"{where}: a value has no exact form as {to}",
+            raise RowUnshaped(
+                f"{table}.{name}: a value has no exact form as {to}",
                 hint="cast to another type, or leave such rows out with a filter; a new target begins with that",
+                column=name,
             ) from None
 
     return change
