@@ -64,7 +64,7 @@ cluster: setup ## Run a stream on a standalone cluster, and kill executors and w
 
 histories: setup ## Mirror many random histories into another Postgres, filtered ones too, and compare
 	@MILLSTREAM_HISTORIES=100 $(PYTHON_IN_VENV) -m pytest tests/integration/test_postgres_target.py \
-		tests/integration/test_shape_postgres.py tests/integration/test_shape_spark.py
+		tests/integration/test_shape_postgres.py tests/integration/test_shape_spark.py tests/integration/test_shape_rejects.py
 
 reconnect: setup ## Come back to a server that keeps 5 GB of log for a paused target
 	@MILLSTREAM_WAL_GB=$${MILLSTREAM_WAL_GB:-5} $(PYTHON_IN_VENV) -m pytest -s tests/integration/test_reconnect.py

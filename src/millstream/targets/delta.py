@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -26,7 +28,7 @@ import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict, Field
 
 from millstream.changelog import BEFORE, schema
-from millstream.errors import DependencyError, MissingBase, TargetRefused, TargetUnavailable
+from millstream.errors import DependencyError, MissingBase, RowRefused, TargetRefused, TargetUnavailable
 from millstream.failpoint import failpoint
 from millstream.latest import SEQ, whole
 from millstream.model import Json, Relation, SeqRange
@@ -42,7 +44,9 @@ from millstream.targets.base import (
 )
 from millstream.targets.changelogs import ChangelogReader
 from millstream.targets.deltas.changes import DeltaChanges
-from millstream.targets.deltas.mirror import has_newer, mirror_schema, write_mirror
+from millstream.targets.deltas.mirror import has_newer, mirror_schema, mirrored, rows_to_write, write_mirror
+from millstream.targets.deltas.misfits import misfits, row_error
+from millstream.targets.deltas.partitions import refuse_homeless_keys
 from millstream.targets.deltas.reading import MirrorReader, correct_mirror, table_path
 from millstream.targets.deltas.tables import Handle, lake_schema, open_table
 from millstream.targets.directory import OwnDirectory, as_target_errors, make_directory
@@ -50,7 +54,7 @@ from millstream.targets.lanes.changelog import as_json
 from millstream.targets.lanes.lane import MESSAGES
 from millstream.targets.lanes.runs import Run, by_table, runs
 from millstream.targets.lanes.tables import mirror_key
-from millstream.targets.rejects import Reject, RowsRejected, reject
+from millstream.targets.rejects import AT_ONCE, Reject, RowsRejected, reject
 
 if TYPE_CHECKING:
     from deltalake import CommitProperties
@@ -207,18 +211,38 @@ class DeltaLane:
     def _write(self, table: _Spooled, batch: LaneBatch) -> Json:
         """Bring one table to the end of the batch. Returns what the batch's commit says of it."""
         writer, range = _Writer(self, table.relation), batch.range
-        if range.start == range.end:
-            writer.write_baseline(table.relation, [run() for run in table.runs], range.end)
+        baseline = range.start == range.end
+        if baseline:
+            with self._isolating(writer, [run() for run in table.runs], batch, baseline=True) as found:
+                writer.write_baseline(table.relation, found, range.end)
         else:
             for read in table.runs:
-                run = read()
-                try:
+                with self._isolating(writer, [read()], batch, baseline=False) as (run,):
                     writer.write_changes(run)
-                except MissingBase as missing:
-                    if not batch.isolate:
-                        raise
-                    raise RowsRejected(_rejects(run, missing)) from None
         return {"table": table.relation.table, "path": writer.name, "version": writer.finish()}
+
+    @contextmanager
+    def _isolating(
+        self, writer: _Writer, runs: Sequence[Run], batch: LaneBatch, *, baseline: bool
+    ) -> Iterator[Sequence[Run]]:
+        """While runs are written: find the rows that cannot be, if that is asked for."""
+        try:
+            yield runs
+        except MissingBase as missing:
+            if not batch.isolate:
+                raise
+            raise RowsRejected(_rejects(runs[0], missing)) from None
+        except RowRefused:
+            if not batch.isolate:
+                raise
+            staging = OwnDirectory(Path(self.root)).own / "staging"
+            rejects: list[Reject] = []
+            for number, run in enumerate(runs):
+                with tempfile.TemporaryDirectory(dir=staging) as scratch:
+                    rejects += writer.rejects(run, Path(scratch) / str(number), baseline=baseline)
+            if not rejects:
+                raise
+            raise RowsRejected(rejects[:AT_ONCE]) from None
 
 
 class _Writer:
@@ -238,10 +262,7 @@ class _Writer:
         wanted = self._schema(run.relation)
 
         def commit(table: Handle) -> None:
-            changes = run.changes
-            done = table.transaction_version(self._app)
-            if done is not None:
-                changes = changes.filter(pc.greater(changes[SEQ], done))
+            changes = self._not_done(table, run.changes)
             if not changes.num_rows:
                 return
             said = self._said(int(changes[SEQ][-1].as_py()))
@@ -252,6 +273,35 @@ class _Writer:
 
         self._try(wanted, run.relation, commit)
         failpoint("delta.table_committed")
+
+    def rejects(self, run: Run, scratch: Path, *, baseline: bool) -> list[Reject]:
+        """The changes of a run that the table does not take, of those that it does not have yet."""
+        wanted = self._schema(run.relation)
+        table = open_table(self._path, run.relation.table, wanted, self._owner, self._partition_by)
+        changes, soft = run.changes if baseline else self._not_done(table, run.changes), self._options.deletes == "soft"
+        if not self._mirrors:
+            rows = _logged(changes).cast(wanted)
+        elif baseline:
+            rows = mirrored(changes, mirror_schema(run.relation, soft=soft)).cast(wanted)
+        else:
+            rows = rows_to_write(table, run.relation, changes, soft=soft)
+        found = misfits(table, run.relation.table, rows, partial(self._check, run.relation, table), scratch)
+        key = mirror_key(run.relation) if self._mirrors else ()
+        folded = self._mirrors and not baseline
+        rejects = []
+        for place, refused in found:
+            # A row of a mirror is what its last change left.
+            at = pc.index(changes[SEQ], rows[SEQ][place]).as_py() if folded else place
+            rejects.append(reject(run.relation, run.relation_id, changes.slice(at, 1), key, refused))
+        return rejects
+
+    def _check(self, relation: Relation, table: Handle, rows: pa.Table) -> None:
+        if self._mirrors:
+            refuse_homeless_keys(relation.table, rows, table.partitions(), mirror_key(relation))
+
+    def _not_done(self, table: Handle, changes: pa.Table) -> pa.Table:
+        done = table.transaction_version(self._app)
+        return changes if done is None else changes.filter(pc.greater(changes[SEQ], done))
 
     def write_again(self, run: Run) -> bool:
         """One change that is not of the batch at hand. False if the table has it, or a newer row, already."""
@@ -285,8 +335,11 @@ class _Writer:
 
             def commit(table: Handle, run: Run = run, first: bool = number == 0, last: bool = last) -> None:
                 soft = self._options.deletes == "soft"
-                rows = _mirrored(run.changes, mirror_schema(run.relation, soft=soft)) if self._mirrors else None
-                rows = _logged(run.changes) if rows is None else rows
+                if self._mirrors:
+                    rows = mirrored(run.changes, mirror_schema(run.relation, soft=soft))
+                    self._check(run.relation, table, rows)
+                else:
+                    rows = _logged(run.changes)
                 table.append(rows.cast(lake_schema(rows.schema)), self._said(seq if last else None), overwrite=first)
 
             self._try(wanted, run.relation, commit)
@@ -338,7 +391,7 @@ class _Writer:
                 continue
             except DeltaError as failed:
                 # Its words may hold a row's value.
-                raise TargetRefused(
+                raise row_error(relation.table, str(failed)) or TargetRefused(
                     f"{relation.table}: Delta does not take the batch ({type(failed).__name__})",
                     hint="see whether the table at this path was changed by somebody else",
                 ) from None
@@ -408,14 +461,6 @@ def _logged(changes: pa.Table) -> pa.Table:
         return changes
     text = as_json(whole(changes[BEFORE]))
     return changes.set_column(changes.column_names.index(BEFORE), BEFORE, text)
-
-
-def _mirrored(rows: pa.Table, wanted: pa.Schema) -> pa.Table:
-    """Rows of a baseline as a mirror has them."""
-    columns = [
-        pa.repeat(pa.scalar(False), rows.num_rows) if name == "_ms_deleted" else rows[name] for name in wanted.names
-    ]
-    return pa.table(columns, schema=wanted)
 
 
 def _need_deltalake() -> None:

@@ -9,17 +9,17 @@ column, and its exact text stands in `_ms_special`, a map by column.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import pyarrow as pa
 from pyarrow import types
 from pydantic import Field
 
 from millstream.changelog import BEFORE, COMMON, METADATA, schema
-from millstream.errors import DependencyError, TargetError, TargetRefused, TargetUnavailable
+from millstream.errors import DependencyError, RowRefused, TargetError, TargetRefused, TargetUnavailable
 from millstream.model import Json, Relation
 from millstream.targets.forms import form_schema
 from millstream.targets.lanes.database import OWN, ColumnDef, Database, LaneOptions, Values, matches, quoted
@@ -27,6 +27,8 @@ from millstream.targets.lanes.lane import LaneTarget
 
 if TYPE_CHECKING:
     import duckdb
+
+Done = TypeVar("Done")
 
 MEMORY = "1GB"
 """What DuckDB may use in a task; beyond that it works on disk."""
@@ -49,6 +51,13 @@ _TYPES = {
     "timestamp[us, tz=UTC]": "TIMESTAMP WITH TIME ZONE",
 }
 
+_GIVEN = "_ms_given"
+_OF_A_ROW = {
+    "ConstraintException": "constraint",
+    "ConversionException": "value",
+    "OutOfRangeException": "value",
+    "InvalidInputException": "value",
+}
 _PASSING = "IOException", "TransactionException", "OutOfMemoryException", "InterruptException"
 _REFUSED = {
     "Permission denied": "check the file's owner and rights, and those of its directory",
@@ -86,7 +95,6 @@ class DuckdbDatabase(Database):
     kind = "duckdb"
     boolean = "BOOLEAN"
     special_type = "MAP(VARCHAR, VARCHAR)"
-    savepoints = False
     many_readers = False
 
     def __init__(self, options: LaneOptions) -> None:
@@ -95,6 +103,8 @@ class DuckdbDatabase(Database):
         self._path = options.path.absolute()
         self.where = str(self._path)
         self._connection: duckdb.DuckDBPyConnection | None = None
+        self._done: list[Callable[[], object]] | None = None
+        """What the transaction has written so far, where pieces of it are taken back."""
 
     def __enter__(self) -> Self:
         with self._errors():
@@ -109,7 +119,8 @@ class DuckdbDatabase(Database):
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        self.run("BEGIN")
+        self._execute("BEGIN")
+        self._done = [] if self.takes_back else None
         try:
             yield
         except BaseException:
@@ -117,11 +128,38 @@ class DuckdbDatabase(Database):
             self.known.clear()
             self.__exit__()
             raise
-        self.run("COMMIT")
+        self._execute("COMMIT")
+
+    @contextmanager
+    def piece(self) -> Iterator[None]:
+        """DuckDB has no savepoints: a transaction in which something failed is begun and done anew, up to there."""
+        assert self._done is not None  # noqa: S101 - said before the transaction began
+        before = len(self._done)
+        try:
+            yield
+        except TargetError:
+            done = self._done[:before]
+            self.__exit__()
+            self.__enter__()
+            self._execute("BEGIN")
+            for action in done:
+                action()
+            self._done = done
+            raise
 
     def run(self, statement: str, parameters: Sequence[Any] = ()) -> int:
+        return self._do(lambda: self._execute(statement, parameters))
+
+    def _execute(self, statement: str, parameters: Sequence[Any] = ()) -> int:
         with self._errors():
             return self._open().execute(statement, list(parameters)).rowcount
+
+    def _do(self, action: Callable[[], Done]) -> Done:
+        """Do it; and if need be, again."""
+        result = action()
+        if self._done is not None:
+            self._done.append(action)
+        return result
 
     def rows(self, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         with self._errors():
@@ -169,12 +207,11 @@ class DuckdbDatabase(Database):
 
     def insert(self, table: str, values: Sequence[Values]) -> None:
         names = ", ".join(quoted(each.column.name) for each in values)
-        with self._given(values) as given:
-            self.run(f"INSERT INTO {table} ({names}) SELECT * FROM {given}")
+        self._do(lambda: self._run_given(values, f"INSERT INTO {table} ({names}) SELECT * FROM {_GIVEN}"))
 
     def stage(self, name: str, values: Sequence[Values]) -> str:
-        with self._given(values) as given:
-            self.run(f"CREATE OR REPLACE TEMPORARY TABLE {quoted(name)} AS SELECT * FROM {given}")
+        made = f"CREATE OR REPLACE TEMPORARY TABLE {quoted(name)} AS SELECT * FROM {_GIVEN}"
+        self._do(lambda: self._run_given(values, made))
         return f"temp.{quoted(name)}"
 
     def upsert(
@@ -211,17 +248,14 @@ class DuckdbDatabase(Database):
             for batch in found.to_arrow_reader(READ_ROWS) or ():
                 yield pa.Table.from_batches([batch]).cast(wanted)
 
-    @contextmanager
-    def _given(self, values: Sequence[Values]) -> Iterator[str]:
-        """Arrow's columns as a table that one statement can read."""
+    def _run_given(self, values: Sequence[Values], statement: str) -> None:
+        """Run a statement that reads Arrow's columns as a table."""
         table = pa.table([each.array for each in values], names=[each.column.name for each in values])
         with self._errors():
-            self._open().register("_ms_given", table)
-        try:
-            yield "_ms_given"
-        finally:
-            if self._connection is not None:
-                self._connection.unregister("_ms_given")
+            self._open().register(_GIVEN, table)
+        self._execute(statement)
+        # Not after an error: it has ended the transaction, and with it the connection's use.
+        self._open().unregister(_GIVEN)
 
     def _open(self) -> duckdb.DuckDBPyConnection:
         if self._connection is None:
@@ -241,6 +275,9 @@ class DuckdbDatabase(Database):
         for sign, hint in _REFUSED.items():
             if name == "IOException" and sign in words:
                 return TargetRefused(message, hint=hint)
+        if name in _OF_A_ROW:
+            hint = "change the table there so that it takes the row, or the row at the source"
+            return RowRefused(message, hint=hint, kind=_OF_A_ROW[name])
         if name == "IOException" and "lock" in words:
             return TargetUnavailable(f"{self.where} is open in another process", hint="close it there")
         return TargetUnavailable(message) if name in _PASSING else TargetRefused(message)

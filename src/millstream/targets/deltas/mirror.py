@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from millstream.changelog import METADATA, exposed
 from millstream.errors import MissingBase, TargetRefused
@@ -44,10 +45,10 @@ def write_mirror(table: Handle, relation: Relation, changes: pa.Table, said: Com
     found = latest(changes, key)
     if found.missing:
         raise _missing(relation, found.missing)
-    if found.truncated is not None:
-        table.remove_older(found.truncated, soft=soft)
     rows = _completed(table, relation, found, key)
     refuse_homeless_keys(relation.table, rows, table.partitions(), key)
+    if found.truncated is not None:
+        table.remove_older(found.truncated, soft=soft)
     wanted = lake_schema(mirror_schema(relation, soft=False))
     living = rows.cast(wanted).append_column(_GONE, pa.repeat(pa.scalar(False), rows.num_rows))
     gone = found.gone.append_column(_GONE, pa.repeat(pa.scalar(True), found.gone.num_rows))
@@ -63,6 +64,25 @@ def write_mirror(table: Handle, relation: Relation, changes: pa.Table, said: Com
     if soft:
         steps["mark"] = ({"_ms_deleted": "true", "_ms_seq": "s._ms_seq"}, f"s.{_GONE} AND {newer}")
     table.merge(source, on, steps, None if soft else f"s.{_GONE} AND {newer}", said)
+
+
+def rows_to_write(table: Handle, relation: Relation, changes: pa.Table, *, soft: bool) -> pa.Table:
+    """The rows that changes leave, as the table is to hold them; in their order."""
+    key = mirror_key(relation)
+    wanted = mirror_schema(relation, soft=soft)
+    if key:
+        rows = _completed(table, relation, latest(changes, key), key)
+    else:
+        rows = changes.filter(pc.is_in(changes["_ms_op"], pa.array(["c", "r"])))
+    return mirrored(rows, wanted).cast(lake_schema(wanted)).sort_by(SEQ)
+
+
+def mirrored(rows: pa.Table, wanted: pa.Schema) -> pa.Table:
+    """Rows that are there, as a mirror has them."""
+    columns = [
+        pa.repeat(pa.scalar(False), rows.num_rows) if name == "_ms_deleted" else rows[name] for name in wanted.names
+    ]
+    return pa.table(columns, schema=wanted)
 
 
 def has_newer(table: Handle, relation: Relation, change: pa.Table) -> bool:

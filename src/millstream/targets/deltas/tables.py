@@ -130,6 +130,17 @@ class Handle:
         if missing:
             self._table.alter.add_columns(Schema.from_arrow(pa.schema(missing)).fields)
 
+    def twin(self, path: Path) -> Handle:
+        """An empty table with the columns, partitions and constraints of this one."""
+        from deltalake import DeltaTable
+
+        made = DeltaTable.create(str(path), self._table.schema(), partition_by=self.partitions() or None)
+        prefix = "delta.constraints."
+        found = {name: text for name, text in self._table.metadata().configuration.items() if name.startswith(prefix)}
+        for name, text in found.items():
+            made.alter.add_constraint({name.removeprefix(prefix): text or ""})
+        return Handle(DeltaTable(str(path)))
+
     def append(self, rows: pa.Table, said: CommitProperties, *, overwrite: bool = False) -> None:
         """Add rows, or put them in place of all that there are."""
         from deltalake import write_deltalake

@@ -74,8 +74,6 @@ class Database(ABC):
     """Where values without a home in their column need a column of their own, `_ms_special`: its type."""
     case_matters = False
     """Whether it can tell apart names that differ in case alone."""
-    savepoints = True
-    """Whether a transaction can go on after a statement of it has failed."""
     many_readers = True
     """Whether several processes can read it at once."""
 
@@ -83,6 +81,8 @@ class Database(ABC):
         self.options = options
         self.asking = False
         """Whether only little is asked of it, by the driver: nobody waits long for that."""
+        self.takes_back = False
+        """Whether the next transaction has a `piece` or more."""
         self.known: dict[Any, Any] = {}
         """What was found out about tables in this connection; forgotten when a transaction is rolled back."""
 

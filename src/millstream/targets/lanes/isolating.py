@@ -7,7 +7,6 @@ a single change: that one is rejected, and all others are in their places as if 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -32,7 +31,7 @@ class Isolating:
         while waiting:
             changes = waiting.pop(0)
             try:
-                with self._db.piece() if self._db.savepoints else nullcontext():
+                with self._db.piece():
                     write(changes)
             except MissingBase as missing:
                 if not missing.seqs:
@@ -40,8 +39,6 @@ class Isolating:
                 # Each of them may be completed from elsewhere, and then completes those before it.
                 self._add(run, key, changes.filter(pc.is_in(changes[SEQ], pa.array(missing.seqs, pa.int64()))), missing)
             except RowRefused as refused:
-                if not self._db.savepoints:
-                    raise
                 if changes.num_rows == 1:
                     self._add(run, key, changes, refused)
                 else:

@@ -55,6 +55,7 @@ class SqlLane:
                 f"the executor on {socket.gethostname()} does not see {opening.where}, which the driver has made",
                 hint="a file must be on storage that the driver and every worker share",
             )
+        opening.takes_back = batch.isolate
         with opening as db:
             with db.transaction():
                 if not _claim(db, self.context, batch.range, batch.end_position):
