@@ -209,14 +209,15 @@ class PostgresDatabase(Database):
 
     def insert(self, table: str, values: Sequence[Values]) -> None:
         names = ", ".join(quoted(each.column.name) for each in values)
-        rows = copy_text(values)
         session = self._session
         with (
             errors(session.where, values, stale=session.used_before),
             session.connection.cursor() as cursor,
             cursor.copy(f"COPY {table} ({names}) FROM STDIN".encode()) as copy,
         ):
-            copy.write(memoryview(rows))
+            # The server takes in one piece while the next one is made.
+            for piece in copy_text(values):
+                copy.write(memoryview(piece))
 
     def stage(self, name: str, values: Sequence[Values]) -> str:
         table = f"pg_temp.{quoted(name)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -19,13 +19,21 @@ _ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
 _PLAIN = "boolean", "smallint", "integer", "bigint", "real", "double precision", "date"
 
 
-def copy_text(values: Sequence[Values]) -> pa.Buffer:
-    """The rows in the text format of COPY, without the end mark."""
+PIECE_ROWS = 4_096
+
+
+def copy_text(values: Sequence[Values]) -> Iterator[pa.Buffer]:
+    """The rows in the text format of COPY, without the end mark, a few thousand at a time."""
+    for begin in range(0, len(values[0].array), PIECE_ROWS):
+        yield _lines([each.part(begin, PIECE_ROWS) for each in values])
+
+
+def _lines(values: Sequence[Values]) -> pa.Buffer:
     cells = [_cells(each) for each in values]
     lines = pc.binary_join_element_wise(*cells, "\t", null_handling="replace", null_replacement="\\N")
     ended = pc.binary_join_element_wise(lines, "\n", "")
     offsets = np.frombuffer(ended.buffers()[1], np.int32, len(ended) + 1, ended.offset * 4)
-    return ended.buffers()[2].slice(int(offsets[0]), int(offsets[-1] - offsets[0])) if len(ended) else pa.py_buffer(b"")
+    return ended.buffers()[2].slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
 
 
 def value_text(array: pa.Array) -> pa.StringArray:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import pyarrow as pa
@@ -60,6 +60,11 @@ class Values:
     special: pa.StringArray | None = None
     of: str = ""
     """The source's name of the column, for messages."""
+
+    def part(self, begin: int, count: int) -> Values:
+        """The values of so many rows, at most."""
+        special = None if self.special is None else self.special.slice(begin, count)
+        return replace(self, array=self.array.slice(begin, count), special=special)
 
 
 class Database(ABC):

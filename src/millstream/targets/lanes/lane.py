@@ -8,14 +8,16 @@ a task, a process that was given up) does no harm, and what is committed is the 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pyarrow as pa
 
 from millstream.errors import NotSupported, TargetRefused, TargetUnavailable
 from millstream.failpoint import failpoint
+from millstream.latest import latest
 from millstream.model import Relation, SeqRange
 from millstream.targets.base import (
     ASKING,
@@ -32,8 +34,8 @@ from millstream.targets.lanes.database import OWN, Database, LaneOptions
 from millstream.targets.lanes.isolating import Isolating
 from millstream.targets.lanes.mirror import clear, has_newer, insert_rows, write_run
 from millstream.targets.lanes.reading import LaneReader, SqlRepairer
-from millstream.targets.lanes.runs import by_table, runs
-from millstream.targets.lanes.tables import Prepared, prepare
+from millstream.targets.lanes.runs import Run, ahead, by_table, runs
+from millstream.targets.lanes.tables import Prepared, mirror_key, prepare
 
 MESSAGES = 0
 """The relation id of logical messages: no table of the source, so no mirror has them."""
@@ -62,12 +64,7 @@ class SqlLane:
                     return False
                 failpoint("lane.claimed")
                 db.mark(self.context)
-                baseline = batch.range.end if _is_baseline(batch.range) else None
-                isolating = Isolating(db) if batch.isolate else None
-                for parts in db.ordered(by_table(batch.parts)):
-                    self._write(db, parts, baseline, isolating)
-                if isolating is not None:
-                    isolating.check()
+                self._write(db, batch)
                 db.settle()
                 batch.check_complete()
                 failpoint("lane.written")
@@ -80,7 +77,7 @@ class SqlLane:
             if not _is_owner(db, self.context):
                 raise _fenced(db, self.context, None)
             db.mark(self.context)
-            prepared = self._prepared(db, relation, relation_id)
+            prepared = prepare(db, relation, relation_id, self.context, self.options)
             if self.options.write == "changelog":
                 event = change["_ms_event_id"][0].as_py()
                 if db.rows(f"SELECT 1 FROM {prepared.table} WHERE _ms_event_id = ? LIMIT 1", (event,)):
@@ -93,30 +90,47 @@ class SqlLane:
             db.settle()
         return True
 
-    def _write(
-        self, db: Database, parts: Sequence[Part], baseline: int | None, isolating: Isolating | None = None
-    ) -> None:
-        """Write the changes of one table. `baseline`: they are all of its rows, with this version."""
+    def _write(self, db: Database, batch: LaneBatch) -> None:
+        """Write the changes of all tables. While one run is written the next one is read, decoded and folded."""
         mirrors, soft = self.options.write == "mirror", self.options.deletes == "soft"
-        empty = False
-        if mirrors and baseline is not None:
-            empty = clear(db, self._prepared(db, parts[0].relation, parts[0].relation_id), baseline, soft=soft)
-        for run in runs(parts):
-            if mirrors and run.relation_id == MESSAGES:
-                continue
-            prepared = self._prepared(db, run.relation, run.relation_id)
-            write: Callable[[pa.Table], None]
-            if not mirrors:
-                write = partial(write_changes, db, prepared)
-            else:
-                write = partial(insert_rows if empty else write_run, db, prepared, soft=soft)
-            if isolating is None:
-                write(run.changes)
-            else:
-                isolating.write(run, prepared.key, write)
+        isolating = Isolating(db) if batch.isolate else None
+        baseline = _is_baseline(batch.range)
+        tables = db.ordered(by_table(batch.parts))
+        if mirrors and baseline:
+            # Their rows are all of a table's: what is older goes, and rows for an empty table need no look at it.
+            empty = [clear(db, self._prepared(db, one[0]), batch.range.end, soft=soft) for one in tables]
+        else:
+            empty = [False] * len(tables)
+        folds = mirrors and not baseline and isolating is None
+        with closing(ahead(_all_runs(tables, folds=folds))) as coming:
+            for number, run in coming:
+                if mirrors and run.relation_id == MESSAGES:
+                    continue
+                prepared = self._prepared(db, run)
+                if not mirrors:
+                    write: Callable[[pa.Table], None] = partial(write_changes, db, prepared)
+                elif empty[number]:
+                    write = partial(insert_rows, db, prepared, soft=soft)
+                else:
+                    write = partial(write_run, db, prepared, soft=soft, found=run.latest)
+                if isolating is None:
+                    write(run.changes)
+                else:
+                    isolating.write(run, prepared.key, write)
+        if isolating is not None:
+            isolating.check()
 
-    def _prepared(self, db: Database, relation: Relation, relation_id: int) -> Prepared:
-        return prepare(db, relation, relation_id, self.context, self.options)
+    def _prepared(self, db: Database, of: Part | Run) -> Prepared:
+        return prepare(db, of.relation, of.relation_id, self.context, self.options)
+
+
+def _all_runs(tables: Sequence[Sequence[Part]], *, folds: bool) -> Iterator[tuple[int, Run]]:
+    """The runs of all tables, one after another, each with the number of its table."""
+    for number, parts in enumerate(tables):
+        for run in runs(parts):
+            # A key that the description tells is the mirror's, or the mirror is refused (`tables.prepare`).
+            key = mirror_key(run.relation) if folds and run.relation_id != MESSAGES else ()
+            yield number, replace(run, latest=latest(run.changes, key)) if key else run
 
 
 class LaneTarget:

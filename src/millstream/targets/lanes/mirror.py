@@ -32,10 +32,10 @@ from millstream.targets.lanes.database import ColumnDef, Database, Values, match
 from millstream.targets.lanes.tables import SPECIAL, Prepared
 
 
-def write_run(db: Database, prepared: Prepared, changes: pa.Table, *, soft: bool) -> None:
-    """Write changes of one relation, which are in seq order, to its mirror."""
+def write_run(db: Database, prepared: Prepared, changes: pa.Table, *, soft: bool, found: Latest | None = None) -> None:
+    """Write changes of one relation, which are in seq order, to its mirror. `found`: they are folded already."""
     if prepared.key:
-        _Mirror(db, prepared, soft).write(latest(changes, prepared.key))
+        _Mirror(db, prepared, soft).write(found or latest(changes, prepared.key))
     else:
         _append(db, prepared, changes, soft)
 

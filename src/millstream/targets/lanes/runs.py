@@ -7,18 +7,23 @@ next one begins, so that a fold never has to bring two schemas together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
 
+from millstream.latest import Latest
 from millstream.model import Relation
 from millstream.targets.base import Part
 
 RUN_ROWS = 1_000_000
 RUN_BYTES = 128 << 20
-"""A run is written when either is reached: the most a lane holds of a table."""
+"""A run is written when either is reached. A lane holds two of them: one that is written, and the next (`ahead`)."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,8 @@ class Run:
     relation: Relation
     relation_id: int
     changes: pa.Table
+    latest: Latest | None = None
+    """The changes folded, if that was done ahead."""
 
 
 def by_table(parts: Sequence[Part]) -> list[list[Part]]:
@@ -54,6 +61,19 @@ def runs(parts: Sequence[Part]) -> Iterator[Run]:
         size += batch.nbytes
     if current is not None:
         yield Run(current.relation, current.relation_id, pa.Table.from_batches(waiting))
+
+
+def ahead(items: Iterator[T]) -> Generator[T]:
+    """The same items, each made on another thread while the one before it is worked on.
+
+    Only one thread at a time is inside `items`. What it raises is raised here, in its place. Who stops early waits
+    until the item is made that was begun.
+    """
+    with ThreadPoolExecutor(1, "ahead") as beside:
+        coming = beside.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = beside.submit(next, items, None)
+            yield item
 
 
 def _in_order(parts: Sequence[Part]) -> Iterator[tuple[Part, pa.RecordBatch]]:
