@@ -2,7 +2,7 @@
 
 import os
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from millstream.demo.engine import SHORT_LIVED_JVM
 
@@ -13,8 +13,14 @@ pytest_plugins = [
     "tests.fixtures.engines",
 ]
 
-# How long an example takes says something of the machine, not of what is tested.
-settings.register_profile("patient", deadline=None)
+# How long an example takes says something of the machine, not of what is tested. The examples are the same ones each
+# time, so that a test fails for who has broken something; `make histories` draws new ones.
+settings.register_profile(
+    "patient",
+    deadline=None,
+    derandomize="MILLSTREAM_HISTORIES" not in os.environ,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("patient")
 
 for name, value in SHORT_LIVED_JVM.items():

@@ -99,7 +99,7 @@ class Rig:
             yield
         finally:
             closing.set()
-            thread.join(30)
+            thread.join(120)
         assert not raised, f"the load failed: {raised}"
 
     def one_large_transaction(self) -> None:
@@ -118,7 +118,7 @@ class Rig:
         condition: Callable[[Sight], bool],
         what: str,
         environment: dict[str, str] | None = None,
-        seconds: float = 90,
+        seconds: float = 240,
     ) -> Sight:
         """Look until the condition holds, starting the engine again whenever it was killed."""
         tick, until = threading.Event(), time.monotonic() + seconds
@@ -135,9 +135,9 @@ class Rig:
     def drain(self, by: signal.Signals = signal.SIGTERM) -> None:
         """Stop cleanly, by that signal, then deliver everything that is committed now in an engine of its own."""
         if self.engine.running:
-            assert self.engine.stop(by=by) == 0, self.log_tail()
+            assert self.engine.stop(120, by) == 0, self.log_tail()
         self.engine.start("--once", "--quiet")
-        assert self.engine.wait(120) == 0, self.log_tail()
+        assert self.engine.wait(240) == 0, self.log_tail()
 
     def prove(self) -> LogProof:
         """Assert that the delivered changelog is exact and that its fold is the source."""

@@ -335,7 +335,7 @@ def test_a_cursor_outlives_kill_9_right_after_it_was_saved(
     writer: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     process = writer(50, MILLSTREAM_FAILPOINT="state.cursor_saved:7")
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=120)
     assert process.returncode == -signal.SIGKILL
     assert out.split() == ["ready", *map(str, range(1, 7))]
     store = SqliteStateStore(tmp_path / "state.db")
@@ -545,7 +545,7 @@ def test_that_a_target_must_begin_anew_is_known_after_a_kill(tmp_path: Path) -> 
     )
     environment = {**os.environ, "MILLSTREAM_FAILPOINT": "state.reload_saved"}
     path = tmp_path / "state.db"
-    ended = subprocess.run([sys.executable, "-c", code, str(path)], env=environment, check=False, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", code, str(path)], env=environment, check=False, timeout=120)
     assert ended.returncode == -signal.SIGKILL
     store = SqliteStateStore(path)
     assert store.needs_reload("shop") == {"copy": "changes are gone"}

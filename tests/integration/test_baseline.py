@@ -27,7 +27,7 @@ from tests.fixtures.baselines import NAMES, TABLES, change, differing, rows_read
 from tests.fixtures.capture import Driver, drive, source_spec
 from tests.fixtures.postgres import Database
 
-pytestmark = [pytest.mark.postgres, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.postgres
 
 STREAM = """
 name: shop

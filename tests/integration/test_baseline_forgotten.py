@@ -24,7 +24,7 @@ from tests.fixtures.capture import captured, source_spec
 from tests.fixtures.inprocess import FakeSpark, InProcessQuery
 from tests.fixtures.postgres import Database
 
-pytestmark = [pytest.mark.postgres, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.postgres
 
 ONE_BY_ONE = BatchLimits(max_ms=0, max_bytes=1 << 30, max_events=1)
 
@@ -50,7 +50,7 @@ def deliver(root: Path, stream: StreamSpec, locations: tuple[str, ...]) -> None:
         spark, stream, spec, open_target(spec), locations, store, places, Observers(), once=True
     )
     query.start()
-    assert query.wait(60)
+    assert query.wait(120)
     assert query.error is None
 
 

@@ -5,12 +5,8 @@ Tasks run here without Spark, so that every step is reached within seconds.
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import sqlite3
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,16 +14,17 @@ from typing import Any
 import pyarrow.compute as pc
 import pytest
 
-import millstream
 from millstream.journal import JournalReader
 from millstream.model import Relation
 from millstream.targets.directory import directory_of
 from tests.fixtures.baselines import NAMES, TABLES, change, differing, rows_read, write
 from tests.fixtures.capture import Captured, captured
+from tests.fixtures.delivering import deliver
+from tests.fixtures.forks import run
 from tests.fixtures.postgres import Database
 from tests.integration.test_delivery_kills import failpoints
 
-pytestmark = [pytest.mark.postgres, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.postgres
 
 
 class Deliveries:
@@ -36,38 +33,21 @@ class Deliveries:
     def __init__(self, root: Path, capture: Captured, kind: str, options: dict[str, Any]) -> None:
         self._root = root
         self._capture = capture
-        database = capture.database
-        source = [database.uri, database.name]
-        self._command = [
-            sys.executable,
-            "-m",
-            "tests.fixtures.delivering",
-            str(root),
-            kind,
-            json.dumps(options),
-            *source,
-        ]
+        self._order = (str(root), kind, options, capture.database.uri, capture.database.name)
         self._last = 1000
 
     def run(self, armed: list[str]) -> list[str]:
         """Each failpoint kills once. Returns what has killed."""
         state = self._root / "failpoints"
         state.mkdir(exist_ok=True)
-        environment = {
-            **os.environ,
-            "MILLSTREAM_FAILPOINT": ",".join(armed),
-            "MILLSTREAM_FAILPOINT_STATE": str(state),
-            "PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[2]), str(Path(millstream.__file__).parents[1]))),
-        }
+        environment = {"MILLSTREAM_FAILPOINT": ",".join(armed), "MILLSTREAM_FAILPOINT_STATE": str(state)}
         for _ in range(len(armed) + 1):
             self.change()
-            done = subprocess.run(
-                self._command, env=environment, capture_output=True, text=True, timeout=60, check=False
-            )
-            if done.returncode == 0:
+            done = run(deliver, *self._order, environment=environment)
+            if done.code == 0:
                 break
-            assert done.returncode == -signal.SIGKILL, done.stderr
-        assert done.returncode == 0
+            assert done.code == -signal.SIGKILL, done.stderr
+        assert done.code == 0
         return sorted(path.name.removesuffix(".fired") for path in state.glob("*.fired"))
 
     def change(self) -> None:

@@ -42,7 +42,6 @@ from millstream.errors import ConfigError
 
 pytestmark = [
     pytest.mark.postgres,
-    pytest.mark.timeout(180),
     pytest.mark.skipif("MILLSTREAM_REHEARSE" not in os.environ, reason="takes two minutes: `make rehearse` runs it"),
 ]
 

@@ -12,7 +12,7 @@ from tests.fixtures.bulk import TABLES, copy_slot, count, drive_copy, plain, sma
 from tests.fixtures.capture import drive
 from tests.fixtures.postgres import Database
 
-pytestmark = [pytest.mark.postgres, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.postgres
 
 
 def prepared(database: Database, work: Path, monkeypatch: pytest.MonkeyPatch, *, seconds: float) -> tuple[str, str]:

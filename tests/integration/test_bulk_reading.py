@@ -13,7 +13,7 @@ from tests.fixtures.bulk import TABLES, copy_slot, count, drive_copy, facts, pla
 from tests.fixtures.capture import Driver, drive
 from tests.fixtures.postgres import Database
 
-pytestmark = [pytest.mark.postgres, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.postgres
 
 
 def streamed(database: Database, work: Path, slot: str) -> Driver:
@@ -90,7 +90,7 @@ def test_changing_over_in_the_middle_of_a_load(
     worker.start()
     events: list[Event] = []
     try:
-        assert written.wait(30)
+        assert written.wait(60)
         with drive_copy(database, tmp_path, live, events) as driver:
             driver.connect()
             while count(events, "source.bulk_ended") < 3:

@@ -20,10 +20,10 @@ from millstream.engine import supervisor
 from millstream.engine.capture_order import CaptureOrder
 from millstream.errors import SourceHalted
 from millstream.observe import Event
-from tests.fixtures.capture import Captured, captured, source_spec
+from tests.fixtures.capture import SECONDS, Captured, captured, source_spec
 from tests.fixtures.postgres import Database
 
-pytestmark = [pytest.mark.postgres, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.postgres
 
 TABLE = "CREATE TABLE t (id int PRIMARY KEY, v text)"
 
@@ -95,10 +95,10 @@ def test_killed_at_random_under_load_it_goes_on_without_gap_or_double(database: 
             for round_ in range(2):
                 capture.await_state("running")
                 before = capture.supervisor.last_status["seq"]
-                assert capture.supervisor.wait_for(lambda s, b=before: s.last_status["seq"] > b + 1000, 20)
+                assert capture.supervisor.wait_for(lambda s, b=before: s.last_status["seq"] > b + 1000, SECONDS)
                 assert capture.supervisor.pid is not None
                 os.kill(capture.supervisor.pid, signal.SIGKILL)
-                assert capture.supervisor.wait_for(lambda s, r=round_: s.restarts > r, 10)
+                assert capture.supervisor.wait_for(lambda s, r=round_: s.restarts > r, SECONDS)
         capture.await_state("running")
         capture.await_log_end()
     assert holds_exactly_the_table(capture, database) > 2000
@@ -136,10 +136,10 @@ def test_killed_at_each_durable_step_it_goes_on_without_gap_or_double(
     arm()
     with captured(database, tmp_path / "journal", hear=arm, ack="journaled") as capture:
         with load(database, pause=0.005):
-            assert capture.supervisor.wait_for(lambda s: s.restarts == len(steps) - 1, 60), capture.events
+            assert capture.supervisor.wait_for(lambda s: s.restarts == len(steps) - 1, SECONDS), capture.events
             capture.await_state("running")
             database.sql("INSERT INTO t SELECT -n, repeat('v', 100000) FROM generate_series(1, 200) n")
-            assert capture.supervisor.wait_for(lambda s: s.restarts == len(steps), 30), capture.events
+            assert capture.supervisor.wait_for(lambda s: s.restarts == len(steps), SECONDS), capture.events
             capture.await_state("running")
         capture.await_log_end()
     assert sorted(path.stem for path in tmp_path.glob("*.fired")) == sorted(steps)
@@ -176,8 +176,8 @@ def test_a_fast_shutdown_is_not_held_up_by_a_target_that_stands_still(any_databa
         database.server.stop("fast", timeout=30)
         took = time.monotonic() - began
         database.server.start()
-        assert took < 5.0
-        assert capture.supervisor.wait_for(lambda s: "capture.unavailable" in capture.kinds, 10)
+        assert took < 20.0
+        assert capture.supervisor.wait_for(lambda s: "capture.unavailable" in capture.kinds, SECONDS)
         database.sql("INSERT INTO t VALUES (501, 'c')")
         capture.await_state("running")
         capture.await_log_end()
@@ -232,19 +232,19 @@ def test_a_stop_does_not_wait_for_other_peoples_transactions(database: Database,
     with database.connect(autocommit=False) as writer:
         writer.execute("INSERT INTO t VALUES (1, 'a')")
         with captured(database, tmp_path / "journal") as capture:
-            assert capture.supervisor.wait_for(lambda _: "source.waiting" in capture.kinds, 20)
-            capture.supervisor.stop(8)
+            assert capture.supervisor.wait_for(lambda _: "source.waiting" in capture.kinds, SECONDS)
+            capture.supervisor.stop(SECONDS)
             assert capture.supervisor.state == "stopped"
             assert "capture.killed" not in capture.kinds
         database.await_true(f"SELECT ({slots}) = 0")
         with captured(database, tmp_path / "journal") as capture:
-            assert capture.supervisor.wait_for(lambda _: "source.waiting" in capture.kinds, 20)
+            assert capture.supervisor.wait_for(lambda _: "source.waiting" in capture.kinds, SECONDS)
             assert capture.supervisor.pid is not None
             os.kill(capture.supervisor.pid, signal.SIGKILL)
-            assert capture.supervisor.wait_for(lambda _: "capture.unavailable" in capture.kinds, 20)
+            assert capture.supervisor.wait_for(lambda _: "capture.unavailable" in capture.kinds, SECONDS)
             assert "still being made" in str(capture.supervisor.error)
             writer.rollback()
-            capture.await_state("running", 30)
+            capture.await_state("running")
             database.sql("INSERT INTO t VALUES (2, 'b')")
             capture.await_log_end()
         assert [row["tx_index"] for row in capture.rows()] == [0]
@@ -294,7 +294,7 @@ def test_sigterm_is_a_clean_stop_and_sigint_is_none(database: Database, tmp_path
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.3)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     assert "pyarrow" in mapped
     assert "pandas" not in mapped
 
@@ -305,7 +305,7 @@ def test_an_engine_that_dies_takes_capture_with_it(database: Database, tmp_path:
         _running(process)
         assert process.stdin is not None
         process.stdin.close()
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
 
 
 def test_spark_is_not_in_it() -> None:

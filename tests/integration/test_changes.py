@@ -19,7 +19,7 @@ from millstream.journal import JournalReader
 from tests.fixtures.capture import source_spec
 from tests.fixtures.postgres import Database
 
-pytestmark = [pytest.mark.postgres, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.postgres
 
 NO_SPARK: Any = None
 """Capture needs none; only `stream` and `batch` do."""
@@ -36,7 +36,7 @@ def orders(database: Database) -> Database:
 
 def await_rows(handle: Changes, count: int) -> None:
     """Until the journal has so many changes, heartbeats not counted: there are none so soon."""
-    reader, deadline = JournalReader([handle.journal]), time.monotonic() + 30
+    reader, deadline = JournalReader([handle.journal]), time.monotonic() + 120
     while (head := reader.head()) is None or head.seq < count:
         assert time.monotonic() < deadline, handle.error
         threading.Event().wait(0.02)
@@ -112,7 +112,7 @@ print(handle.journal, handle._capture._supervisor.pid)
 
 def test_the_end_of_the_program_is_the_end_of_its_capture(orders: Database) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, orders.uri], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", PROGRAM, orders.uri], capture_output=True, text=True, check=True, timeout=120
     )
     journal, process = done.stdout.split()
     assert not Path(journal).exists()

@@ -6,14 +6,10 @@ whole engine at the same steps, on real Spark and under load.
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import re
 import signal
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import closing
 from itertools import pairwise
@@ -24,7 +20,9 @@ import duckdb
 import pytest
 
 import millstream
+from tests.fixtures.delivering import deliver
 from tests.fixtures.delivery import commits_of
+from tests.fixtures.forks import run
 from tests.fixtures.journals import Change, Journal, delivered, shop_table
 from tests.fixtures.postgres import Database
 
@@ -54,19 +52,13 @@ def run_until_it_ends(root: Path, armed: list[str], kind: str, options: dict[str
     """Start the process again and again, each failpoint kills once, until it ends well. Returns what has killed."""
     state = root / "failpoints"
     state.mkdir()
-    environment = {
-        **os.environ,
-        "MILLSTREAM_FAILPOINT": ",".join(armed),
-        "MILLSTREAM_FAILPOINT_STATE": str(state),
-        "PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[2]), str(Path(millstream.__file__).parents[1]))),
-    }
-    command = [sys.executable, "-m", "tests.fixtures.delivering", str(root), kind, json.dumps(options)]
+    environment = {"MILLSTREAM_FAILPOINT": ",".join(armed), "MILLSTREAM_FAILPOINT_STATE": str(state)}
     for _ in range(len(armed) + 1):
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
-        if ended.returncode == 0:
+        ended = run(deliver, str(root), kind, options, environment=environment)
+        if ended.code == 0:
             break
-        assert ended.returncode == -signal.SIGKILL, ended.stderr
-    assert ended.returncode == 0
+        assert ended.code == -signal.SIGKILL, ended.stderr
+    assert ended.code == 0
     return sorted(path.name.removesuffix(".fired") for path in state.glob("*.fired"))
 
 

@@ -55,7 +55,7 @@ class Stopper:
         if name == self._step and self.thread is None:
             self.thread = threading.Thread(target=self._query.stop, kwargs={"drain": self._drain})
             self.thread.start()
-            assert self._query.stopping.wait(30)
+            assert self._query.stopping.wait(60)
 
 
 @pytest.mark.parametrize("drain", [False, True], ids=["interrupted", "drained"])
@@ -69,7 +69,7 @@ def test_a_stop_at_every_step_loses_and_doubles_nothing(
         for module in (delivery, opening, files, sqlite):
             monkeypatch.setattr(module, "failpoint", stopper)
         query.start()
-        assert query.wait(60), f"the query did not end after a stop at {step}"
+        assert query.wait(120), f"the query did not end after a stop at {step}"
         assert stopper.thread is not None, f"{step} was not passed"
         stopper.thread.join(60)
         assert (query.state, query.error) == (StreamState.STOPPED, None)

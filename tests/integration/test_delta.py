@@ -29,8 +29,6 @@ from tests.unit.test_lanes import expected
 from tests.unit.test_shape_histories import NOTES, bound, shaped
 from tests.unit.test_shape_histories import expected as inside_of
 
-pytestmark = pytest.mark.timeout(240)
-
 THINGS = relation(("id", 23), ("a", 25), ("doc", 25), key=("id",))
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests.fixtures.tuples import NUMERIC_12_2, delete, insert, relation, update
 from tests.integration.test_delta import Lake
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.spark
 
 JARS = Path(__file__).parents[2] / ".cache" / "lake" / "jars"
 THINGS = relation(("id", 23), ("a", 25), ("amount", 1700, NUMERIC_12_2), ("at", 1184), key=("id",))

@@ -13,7 +13,7 @@ from tests.fixtures.capture import source_spec
 from tests.fixtures.engines import QUICK, await_that, delivered
 from tests.fixtures.postgres import Database
 
-pytestmark = [pytest.mark.postgres, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.postgres
 
 
 def stream(root: Path, database: Database, name: str, *tables: str) -> StreamSpec:
@@ -43,7 +43,7 @@ def test_deleting_the_last_stream_leaves_nothing_on_the_server(
         engine.upsert_stream(stream(tmp_path, database, "orders", "public.orders"))
         engine.upsert_stream(stream(tmp_path, database, "items", "public.items"))
         for name in ("orders", "items"):
-            engine.await_ready(name, 30)
+            engine.await_ready(name, 60)
         database.sql("INSERT INTO orders VALUES (1, 'an order'); INSERT INTO items VALUES (2, 'an item')")
         for name, expected in (("orders", (1, "an order")), ("items", (2, "an item"))):
             await_that(lambda name=name: engine.get_status(name).events_replicated == 1)  # type: ignore[misc]
@@ -55,7 +55,7 @@ def test_deleting_the_last_stream_leaves_nothing_on_the_server(
         database.await_true("SELECT array_agg(tablename::text) = ARRAY['orders'] FROM pg_publication_tables")
         # A table that is added is captured when the stream is ready again.
         engine.upsert_stream(stream(tmp_path, database, "orders", "public.orders", "public.items"))
-        engine.await_ready("orders", 30)
+        engine.await_ready("orders", 60)
         database.sql("INSERT INTO items VALUES (3, 'at once')")
         await_that(lambda: engine.get_status("orders").events_replicated == 2)
         assert delivered(tmp_path, "orders")["public.items"] == [(3, "at once")]
@@ -84,7 +84,7 @@ def test_two_streams_share_a_source_and_a_session(spark: SparkSession, database:
         database.sql("INSERT INTO orders SELECT i, 'order' FROM generate_series(1, 50) i")
         database.sql("INSERT INTO items SELECT i, 'item' FROM generate_series(1, 70) i")
         for name, count in (("orders", 50), ("items", 70)):
-            await_that(lambda n=name, c=count: engine.get_status(n).events_replicated == c, 60)  # type: ignore[misc]
+            await_that(lambda n=name, c=count: engine.get_status(n).events_replicated == c)  # type: ignore[misc]
     for name, count in (("orders", 50), ("items", 70)):
         assert delivered(tmp_path, name) == {f"public.{name}": [(i, name[:-1]) for i in range(1, count + 1)]}
     assert spark.range(3).count() == 3, "a session that was there before must be left running"

@@ -20,7 +20,7 @@ from tests.fixtures.disks import mounted
 from tests.fixtures.engines import QUICK, await_that
 from tests.fixtures.postgres import TEST_SETTINGS, Database
 
-pytestmark = [pytest.mark.postgres, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.postgres
 
 ITEMS = "SELECT id, note FROM item ORDER BY id"
 
@@ -50,7 +50,7 @@ class Shop:
         )
         self.engine.start()
         self.engine.upsert_stream(StreamSpec("shop", spec, Mode.CDC, targets, checkpoint_interval_ms=100))
-        self.engine.await_ready("shop", 30)
+        self.engine.await_ready("shop", 60)
 
     def write(self, count: int = 100) -> None:
         self.source.sql(f"INSERT INTO item SELECT {self.rows} + i, repeat('n', 200) FROM generate_series(1, {count}) i")
@@ -80,7 +80,7 @@ class Shop:
     def equal(self) -> None:
         """All is well again, and the copy is the table."""
         whole = self.source.sql(ITEMS)
-        await_that(lambda: self.copy_rows() == whole, 90)
+        await_that(lambda: self.copy_rows() == whole)
         await_that(lambda: self.engine.get_status("shop").healthy)
 
     def fails(self, what: str) -> None:

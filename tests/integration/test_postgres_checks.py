@@ -180,7 +180,7 @@ def test_a_new_slot_waits_for_open_transactions_and_says_for_which(database: Dat
         told = threading.Event()
 
         def end_the_writer() -> None:
-            told.wait(30)
+            told.wait(60)
             writer.commit()
 
         def on_wait(said: str) -> None:

@@ -17,7 +17,7 @@ from tests.fixtures.capture import source_spec
 from tests.fixtures.engines import QUICK, await_that
 from tests.fixtures.postgres import Database
 
-pytestmark = [pytest.mark.postgres, pytest.mark.spark, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.postgres, pytest.mark.spark]
 
 ROWS = 400
 TARGETS = ("log", "spare")
@@ -80,19 +80,19 @@ def test_a_journal_forgets_under_its_readers_and_never_past_the_slowest(
         # A target needs its last batch too, so the journal forgets what went before that.
         for _ in range(2):
             write(5)
-            await_that(lambda: has_all(*TARGETS), 60)
+            await_that(lambda: has_all(*TARGETS))
         engine.pause("shop", "spare")
         held = kept.cursor("spare")
-        await_that(lambda: kept.forgotten() > 0, 60)
+        await_that(lambda: kept.forgotten() > 0)
         write(8)
-        await_that(lambda: has_all("log"), 60)
+        await_that(lambda: has_all("log"))
         told = prune(engine.home, "shop", Retention(bytes=1), force=False, dry_run=False)
         assert told["held"]["by"][0]["target"] == "spare"
         assert kept.forgotten() <= held
         engine.resume("shop", "spare")
-        await_that(lambda: has_all(*TARGETS), 60)
+        await_that(lambda: has_all(*TARGETS))
         write(1)
         # Nobody needs any more what the paused target had not got.
-        await_that(lambda: has_all(*TARGETS) and kept.forgotten() > held, 60)
+        await_that(lambda: has_all(*TARGETS) and kept.forgotten() > held)
     for target in TARGETS:
         assert ids(tmp_path / target) == list(range(1, written + 1))

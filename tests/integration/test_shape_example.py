@@ -26,7 +26,7 @@ from millstream.transforms.shape import Shape, SqlFilter, Step
 from tests.fixtures.engines import await_that
 from tests.fixtures.postgres import Database
 
-pytestmark = [pytest.mark.postgres, pytest.mark.spark, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.postgres, pytest.mark.spark]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "filters"
 TABLES = """
@@ -105,7 +105,7 @@ def test_the_example_delivers_what_it_says(
         assert copied(tmp_path) == expected(database)
         database.sql(CHANGES)
         wanted = expected(database)
-        await_that(lambda: copied(tmp_path) == wanted, 60)
+        await_that(lambda: copied(tmp_path) == wanted)
         (log,) = engine.verify("shop", "log").targets
         assert log.equal
         with closing(sqlite3.connect(tmp_path / "copy.db")) as db:

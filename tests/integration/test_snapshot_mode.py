@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -17,7 +13,6 @@ from typing import Any
 import pyarrow.compute as pc
 import pytest
 
-import millstream
 from millstream import Engine, Mode, StreamSpec, StreamState, TargetSpec
 from millstream.embedded import EmbeddedPostgres
 from millstream.errors import ConfigError, NotReady
@@ -27,11 +22,13 @@ from millstream.sources.postgres.catalog import relations
 from millstream.targets.directory import directory_of
 from tests.fixtures.baselines import NAMES, TABLES, differing, rows_read, write
 from tests.fixtures.capture import source_spec
+from tests.fixtures.delivering import deliver
 from tests.fixtures.delivery import Watching, commits_of
 from tests.fixtures.engines import QUICK, await_that
+from tests.fixtures.forks import run
 from tests.fixtures.postgres import Database, fresh_database
 
-pytestmark = [pytest.mark.postgres, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.postgres
 
 ROWS = [(1, "one"), (2, "two"), (3, None)]
 
@@ -168,19 +165,13 @@ def test_a_copy_that_is_killed_starts_again_and_doubles_nothing(database: Databa
     place, state = tmp_path / "there", tmp_path / "failpoints"
     state.mkdir()
     armed = ["files.renamed", "snapshot.published"]
-    arguments = [str(tmp_path), "files", json.dumps({"path": str(place)}), database.uri, database.name, "snapshot"]
-    environment = {
-        **os.environ,
-        "MILLSTREAM_FAILPOINT": ",".join(armed),
-        "MILLSTREAM_FAILPOINT_STATE": str(state),
-        "PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[2]), str(Path(millstream.__file__).parents[1]))),
-    }
-    command = [sys.executable, "-m", "tests.fixtures.delivering", *arguments]
+    order = (str(tmp_path), "files", {"path": str(place)}, database.uri, database.name, "snapshot")
+    environment = {"MILLSTREAM_FAILPOINT": ",".join(armed), "MILLSTREAM_FAILPOINT_STATE": str(state)}
     codes = []
     while not codes or codes[-1] != 0:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-        codes.append(done.returncode)
-        assert done.returncode in (0, -signal.SIGKILL), done.stderr
+        done = run(deliver, *order, environment=environment)
+        codes.append(done.code)
+        assert done.code in (0, -signal.SIGKILL), done.stderr
     assert sorted(path.name.removesuffix(".fired") for path in state.glob("*.fired")) == sorted(armed)
     with database.connect() as connection:
         found = {relation.name: relation for relation in relations(connection, ["public.*"])}

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from millstream.model import OnLimit
-from tests.fixtures.capture import Captured, captured
+from tests.fixtures.capture import SECONDS, Captured, captured
 from tests.fixtures.postgres import Database
 
-pytestmark = [pytest.mark.postgres, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.postgres
 
 LIMIT = 1 << 20
 
@@ -23,7 +23,7 @@ def kept(database: Database) -> str:
 
 
 def heard(capture: Captured, kind: str) -> bool:
-    return capture.supervisor.wait_for(lambda _: any(event.kind == kind for event in capture.events), 30)
+    return capture.supervisor.wait_for(lambda _: any(event.kind == kind for event in capture.events), SECONDS)
 
 
 @pytest.mark.parametrize("policy", list(OnLimit))

@@ -163,7 +163,7 @@ def test_a_stream_that_is_killed_in_between_has_every_change_once(
 
 
 def await_batches(query: StreamingQuery, count: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (query.lastProgress and query.lastProgress["batchId"] >= count):
         assert query.isActive, query.exception()
         assert time.monotonic() < deadline

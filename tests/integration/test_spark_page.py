@@ -82,7 +82,7 @@ def test_the_examples_of_the_spark_page_work(tmp_path: Path, database: Database,
 def await_counts(spark: SparkSession, database: Database, query: Any) -> None:
     """Until the live count says what the database says."""
     wanted = sorted(database.sql(STATUS_COUNTS))
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while (found := sorted(tuple(row) for row in spark.table("orders_by_status").collect())) != wanted:
         assert query.isActive, query.exception()
         assert time.monotonic() < deadline, (found, wanted)

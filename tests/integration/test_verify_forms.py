@@ -53,7 +53,7 @@ from tests.fixtures.type_oracle import texts as some_texts
 from tests.fixtures.typed_values import KINDS as TYPES
 from tests.fixtures.typed_values import SETUP
 
-pytestmark = [pytest.mark.postgres, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.postgres
 
 PLANTED = ("item", "parts")
 """Differences are in the first; the second stays as it is."""

@@ -50,7 +50,7 @@ def invoke(*arguments: object) -> Result:
 def process(*arguments: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "millstream", *map(str, arguments)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, cwd=cwd, env={**os.environ, **environment}, check=False
+        command, capture_output=True, text=True, timeout=120, cwd=cwd, env={**os.environ, **environment}, check=False
     )
 
 

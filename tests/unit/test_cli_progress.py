@@ -93,7 +93,7 @@ def test_the_summary_runs_by_itself_and_ends_with_its_block() -> None:
     progress.on_event(batch(1, orders=1))
     before = threading.active_count()
     with Summary(progress, Log(Out()), interval=0.01):
-        assert written.wait(10)
+        assert written.wait(60)
     assert threading.active_count() == before
 
 

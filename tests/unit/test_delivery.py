@@ -79,7 +79,7 @@ def failing(*errors: Exception, after: bool = False) -> Callable[[Target], Targe
 def run(bench: Bench, wrap: Callable[[Target], Target]) -> delivery.DeliveryQuery:
     query = bench.query(once=True, wrap=wrap)
     query.start()
-    assert query.wait(30)
+    assert query.wait(120)
     return query
 
 
@@ -355,7 +355,7 @@ def test_a_target_past_which_the_journal_was_pruned_halts_and_says_what_to_do(
     else:
         prune(small.journal, 100)
     query.start()
-    assert query.wait(30)
+    assert query.wait(120)
     first = JournalReader(small.journal.locations).first_seq()
     assert query.state is StreamState.NEEDS_RELOAD
     assert small.store.needs_reload("shop") == {"log": query.error.message if query.error else ""}

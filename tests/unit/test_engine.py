@@ -28,7 +28,7 @@ def test_the_life_of_a_stream(engine: Engine, script: Script, tmp_path: Path, wa
     shop = stream(script, tmp_path)
     replicator.upsert_stream(shop)
     assert replicator.list_streams() == [shop]
-    engine.await_ready("shop", 20)
+    engine.await_ready("shop", 60)
     script.insert("public.orders", id=1, note="first")
     await_that(lambda: replicator.get_status("shop").events_replicated == 1)
 
@@ -46,7 +46,7 @@ def test_the_life_of_a_stream(engine: Engine, script: Script, tmp_path: Path, wa
     await_that(lambda: replicator.get_status("shop").lag_events == 0)
     expected = {"public.items": [(2, "while it was paused")], "public.orders": [(1, "first")]}
     assert delivered(tmp_path) == expected
-    await_that(lambda: engine.await_ready("shop", 20).state is StreamState.RUNNING)
+    await_that(lambda: engine.await_ready("shop").state is StreamState.RUNNING)
     status = engine.get_status("shop")
     assert (status.events_replicated, status.errors_last_hour, status.last_error) == (2, 0, None)
     assert status.last_checkpoint is not None
@@ -75,13 +75,13 @@ def test_two_streams_on_one_source_share_its_capture_and_get_their_own_tables(
 ) -> None:
     engine.start()
     engine.upsert_stream(stream(script, tmp_path, "orders", tables=("public.orders",)))
-    engine.await_ready("orders", 20)
+    engine.await_ready("orders", 60)
     script.insert("public.orders", id=1, note="before the other stream")
     script.insert("public.items", id=1, note="nobody wants it yet")
     await_that(lambda: engine.get_status("orders").events_replicated == 1)
     engine.upsert_stream(stream(script, tmp_path, "items", tables=("public.items",)))
-    engine.await_ready("items", 20)
-    engine.await_ready("orders", 20)
+    engine.await_ready("items", 60)
+    engine.await_ready("orders", 60)
     with script.transaction() as changes:
         changes.insert("public.orders", id=2, note="in one")
         changes.insert("public.items", id=2, note="transaction")
@@ -114,7 +114,7 @@ def test_what_was_captured_for_a_stream_that_is_gone_is_nobody_elses(
     engine.upsert_streams([stream(script, tmp_path, name, tables=(f"public.{name}",)) for name in names])
     engine.pause("orders")
     with engine:
-        engine.await_ready("items", 20)
+        engine.await_ready("items", 60)
         script.insert("public.items", id=1, note="an item")
         script.insert("public.orders", id=1, note="an order")
         await_that(lambda: engine.get_status("orders").lag_events == 2)
@@ -134,7 +134,7 @@ def test_a_lane_passes_batches_that_have_nothing_of_its_stream(engine: Engine, s
     engine.upsert_streams(
         [replace(orders, targets=(lane,)), stream(script, tmp_path, "items", tables=("public.items",))]
     )
-    engine.await_ready("orders", 20)
+    engine.await_ready("orders", 60)
     for id_ in (1, 2, 3):
         script.insert("public.items", id=id_, note="not for the lane")
         await_that(lambda id_=id_: engine.get_status("items").events_replicated == id_)  # type: ignore[misc]
@@ -152,7 +152,7 @@ def test_streams_outlive_the_engine_that_ran_them(engine: Engine, script: Script
     engine.pause("shop", "copy")
     assert engine.get_status("shop").state is StreamState.CREATED
     with engine:
-        status = engine.await_ready("shop", 20)
+        status = engine.await_ready("shop", 60)
         assert [target.state for target in status.targets] == [StreamState.RUNNING, StreamState.PAUSED]
         script.insert("public.orders", id=1, note="one")
         await_that(lambda: delivered(tmp_path) == {"public.orders": [(1, "one")]})
@@ -165,13 +165,13 @@ def test_streams_outlive_the_engine_that_ran_them(engine: Engine, script: Script
 def test_a_replaced_stream_goes_on_from_its_checkpoint(engine: Engine, script: Script, tmp_path: Path) -> None:
     engine.start()
     engine.upsert_stream(stream(script, tmp_path))
-    engine.await_ready("shop", 20)
+    engine.await_ready("shop", 60)
     script.insert("public.orders", id=1, note="one")
     await_that(lambda: engine.get_status("shop").events_replicated == 1)
     started = threading.enumerate()
     engine.upsert_stream(stream(script, tmp_path, targets="log copy"))
     assert [thread for thread in started if not thread.is_alive()] == [], "a target that stays as it is goes on"
-    engine.await_ready("shop", 20)
+    engine.await_ready("shop", 60)
     script.insert("public.orders", id=2, note="two")
     for target in ("log", "copy"):
         has = partial(delivered, tmp_path, target=target)
@@ -211,7 +211,7 @@ def test_a_journal_that_goes_away_under_a_running_engine_stops_its_streams_alone
     bank = stream(other, tmp_path, "bank")
     engine.upsert_stream(replace(bank, source=other.source("other", ("public.*",))))
     for name in ("shop", "bank"):
-        engine.await_ready(name, 20)
+        engine.await_ready(name, 60)
     engine.home.journal_path("main").rename(tmp_path / "gone")
     await_that(lambda: engine.get_status("shop").state is StreamState.FAILED)
     other.insert("public.orders", id=1, note="goes on")
@@ -232,7 +232,7 @@ def test_a_lost_journal_fails_its_streams_and_is_re_based_for_all_of_them(
     with engine:
         engine.upsert_streams([stream(script, tmp_path, name, tables=(f"public.{name}",)) for name in names])
         for name in names:
-            engine.await_ready(name, 20)
+            engine.await_ready(name, 60)
         with script.transaction() as changes:
             changes.insert("public.orders", id=1, note="before")
             changes.insert("public.items", id=1, note="before")
@@ -242,7 +242,7 @@ def test_a_lost_journal_fails_its_streams_and_is_re_based_for_all_of_them(
     with engine:
         for name in names:
             with pytest.raises(NotReady, match="but there is no journal"):
-                engine.await_ready(name, 20)
+                engine.await_ready(name, 60)
     assert not engine.home.journal_path("main").exists(), "nothing is made anew behind a cursor's back"
     rebase(engine.home, "orders", confirm=True)
     with engine:
@@ -259,12 +259,12 @@ def test_a_source_that_halts_fails_its_stream_and_resume_tries_again(
 ) -> None:
     engine.start()
     engine.upsert_stream(stream(script, tmp_path))
-    engine.await_ready("shop", 20)
+    engine.await_ready("shop", 60)
     (tmp_path / "script" / "slot-main.json").rename(tmp_path / "slot")
     script.fail("the connection is lost")
     await_that(lambda: engine.get_status("shop").state is StreamState.FAILED)
     with pytest.raises(NotReady, match="has no slot"):
-        engine.await_ready("shop", 20)
+        engine.await_ready("shop", 60)
     status = engine.get_status("shop")
     assert status.errors_last_hour >= 2
     assert "has no slot" in (status.last_error or "")

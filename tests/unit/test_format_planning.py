@@ -370,4 +370,4 @@ stream.partitions(stream.initialOffset(), stream.latestOffset(stream.initialOffs
 assert len(source.reader(source.schema()).partitions()) == 1
 assert "pandas" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -81,7 +81,7 @@ def test_a_full_disk_holds_up_nobody_else_and_is_waited_out(
 
     engine.start()
     engine.upsert_stream(replace(made, targets=(*made.targets, *copies)))
-    engine.await_ready("shop", 30)
+    engine.await_ready("shop", 60)
     script.insert("public.orders", id=0, note="first")
     expected.append((0, "first"))
     await_that(lambda: all(target.events_replicated == 1 for target in on_disk()))
@@ -93,6 +93,6 @@ def test_a_full_disk_holds_up_nobody_else_and_is_waited_out(
     assert not {target.state for target in on_disk()} - {StreamState.RUNNING, StreamState.CATCHING_UP}
     (disk.path / "ballast").unlink()
     disk.resize("64m")
-    await_that(lambda: all(target.events_replicated == len(expected) for target in on_disk()), 30)
+    await_that(lambda: all(target.events_replicated == len(expected) for target in on_disk()))
     engine.stop()
     assert {kind: read(disk.path / kind) == expected for kind, read in READERS.items()} == dict.fromkeys(READERS, True)

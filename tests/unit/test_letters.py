@@ -66,7 +66,7 @@ class Shop(Bench):
         query = self.query(once=True, limits=limits)
         query._letters._spec = replace(query._letters._spec, dead_letters=policy)
         query.start()
-        assert query.wait(60)
+        assert query.wait(120)
         return query.error
 
     def retry(self, *letters: Letter) -> list[Outcome]:

@@ -32,5 +32,5 @@ def test_decoding_needs_no_pandas() -> None:
     )
     source = str(Path(__file__).parents[2] / "src")
     program = [sys.executable, "-c", f"import sys; sys.path.insert(0, {source!r}); {PROGRAM.strip()}"]
-    done = subprocess.run(program, input=pickle.dumps((rows, of)), capture_output=True, check=True, timeout=60)
+    done = subprocess.run(program, input=pickle.dumps((rows, of)), capture_output=True, check=True, timeout=120)
     assert done.stdout.decode().split() == ["3", "False"]

@@ -28,7 +28,8 @@ from millstream.observe import Observers
 from millstream.state.base import Runtime, StateStore
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-FIRST_WORD = 3.0
+FIRST_WORD = 10.0
+"""Seconds in which a source that is not fit is told before Spark starts. A machine at its limits needs some."""
 
 
 def run(

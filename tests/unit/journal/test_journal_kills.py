@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from journal_tools import Maker, Transaction, append_in_parts, block, create, numbered, read_all, relation, script
+from journal_tools import Maker, Transaction, append_in_parts, block, create, numbered, read_all, relation
 
 import millstream.journal
 from millstream.journal import JournalReader, JournalWriter, describe, verify
 from millstream.model import Retention
+from tests.fixtures.forks import run
 
 SOURCE = Path(millstream.journal.__file__).parent
 FAILPOINTS = sorted(
@@ -61,16 +60,17 @@ def go_on(path: Path, *, pruning: bool = False, bulk: bool = False) -> None:
     writer.close()
 
 
+def in_a_process(path: str, pruning: bool, bulk: bool) -> None:
+    go_on(Path(path), pruning=pruning, bulk=bulk)
+
+
 @pytest.mark.parametrize("name", FAILPOINTS)
 def test_a_kill_at_a_durable_step_loses_and_doubles_nothing(tmp_path: Path, name: str) -> None:
     path = tmp_path / "j"
     pruning, bulk = name.startswith("retention."), name in BULK
-    call = f"go_on(Path({str(path)!r}), {pruning=}, {bulk=})"
-    body = f"from pathlib import Path\nfrom test_journal_kills import go_on\n{call}"
     nth = 1 if name in ONCE else 2 if pruning else 3
-    environment = {**os.environ, "MILLSTREAM_FAILPOINT": f"{name}:{nth}"}
-    killed = subprocess.run(script(body), env=environment, capture_output=True, check=False)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    killed = run(in_a_process, str(path), pruning, bulk, environment={"MILLSTREAM_FAILPOINT": f"{name}:{nth}"})
+    assert killed.code == -signal.SIGKILL, killed.stderr
     promised = [int(line) for line in killed.stdout.split()]
     if promised:
         head = JournalReader([str(path)]).head()

@@ -284,7 +284,7 @@ with create(Path({str(tmp_path / "j")!r}), segment_bytes=30_000, flush_bytes=2_0
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
     reader = JournalReader([str(tmp_path / "j")])
-    got, cursor, deadline = [], 0, time.monotonic() + 60
+    got, cursor, deadline = [], 0, time.monotonic() + 120
     while time.monotonic() < deadline:
         over = process.poll() is not None
         planned = reader.plan_end(cursor, max_events=200, max_bytes=1 << 20)
@@ -293,7 +293,7 @@ with create(Path({str(tmp_path / "j")!r}), segment_bytes=30_000, flush_bytes=2_0
         if planned is not None:
             got.append(read_again(reader, SeqRange(cursor, planned.end)))
             cursor = planned.end
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
     maker, written = Maker(seed=3), []
     for number in range(150):
         written += [maker.transaction(150)] if number % 25 == 7 else maker.transactions([3, 1])

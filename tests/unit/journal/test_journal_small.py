@@ -111,7 +111,7 @@ def test_what_is_being_taken_over_is_not_pruned(tmp_path: Path, monkeypatch: pyt
         seal_everything(writer)
 
         def slow(*arguments: object) -> object:
-            assert gate.wait(30)
+            assert gate.wait(60)
             return original(*arguments)  # type: ignore[arg-type]
 
         monkeypatch.setattr(sealing, "seal", slow)
