@@ -46,7 +46,7 @@ class Latest:
     gone: pa.Table
     """The key's columns and `_ms_seq`."""
     rows: pa.Table
-    """The relation's columns and `_ms_seq`."""
+    """The relation's columns and `_ms_seq`. In the order of their keys, but for rows whose key has changed."""
     kept: Mapping[str, Bools] = field(default_factory=dict)
     base: pa.Table | None = None
     """For each of `rows` the key it had before the changes; None when nothing is kept."""
@@ -140,9 +140,18 @@ class _Fold:
         last[keys[changes]] = changes
         last = np.sort(last[last >= 0])
         dead = self.op[last] == Op.DELETE
-        live = last[~dead]
+        live = self._by_key(last[~dead])
         order = changes[np.argsort(keys[changes], kind="stable")] if self.places else changes
         return live, {name: self._filled(place, order, keys)[live] for name, place in self.places.items()}, last[dead]
+
+    def _by_key(self, changes: Ints) -> Ints:
+        """The same changes in the order of their keys: whoever looks the rows up finds neighbours close together."""
+        if len(changes) < 2:
+            return changes
+        columns = {name: self.keys[name].take(whole_numbers(changes)) for name in self.key}
+        order = pc.sort_indices(pa.table(columns), [(name, "ascending") for name in columns])
+        found: Ints = changes[np.frombuffer(order.buffers()[1], np.uint64, len(order), order.offset * 8)]
+        return found
 
     def _filled(self, place: Ints, order: Ints, keys: Ints) -> Ints:
         """For each change the place of its row's value: its own, or that of the change of this key before it."""

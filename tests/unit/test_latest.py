@@ -171,3 +171,20 @@ def test_a_value_without_a_home_keeps_its_text_wherever_it_was_sent() -> None:
 def test_few_changes_fold_too(rows: int) -> None:
     found = folded(*[insert("1", "x", "d")] * rows)
     assert (found.rows.num_rows, found.gone.num_rows) == (rows, 0)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "keys"),
+    [
+        ((23,), [("3",), ("1",), ("2",)]),
+        ((25, 1700), [("b", "1.5"), ("a", "2"), ("a", "1")]),
+        ((1005,), [("{3}",), ("{1}",), ("{2}",)]),
+        ((17, 16), [("\\x02", "t"), ("\\x01", "t"), ("\\x01", "f")]),
+    ],
+)
+def test_rows_come_in_the_order_of_their_keys(kinds: tuple[int, ...], keys: list[tuple[str, ...]]) -> None:
+    names = [f"k{number}" for number in range(len(kinds))]
+    of = relation(*zip(names, kinds, strict=True), ("doc", 25), key=tuple(names))
+    changes = [insert(*key, "-".join(key)) for key in keys]
+    found = latest(pa.Table.from_batches([assemble(journal_rows(changes), of, 1, "x")]), names)
+    assert found.rows["doc"].to_pylist() == ["-".join(key) for key in sorted(keys)]
