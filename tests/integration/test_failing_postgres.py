@@ -68,6 +68,8 @@ class Shop:
 
     def seen(self) -> list[tuple[Any, ...]]:
         with closing(sqlite3.connect(self.file)) as db:
+            if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'public.item'").fetchall():
+                return []  # the copy was quicker
             return db.execute('SELECT id, note FROM "public.item" ORDER BY id').fetchall()
 
     def copy_rows(self) -> list[tuple[Any, ...]]:
