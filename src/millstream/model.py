@@ -152,6 +152,8 @@ class Column:
     element_delimiter: str | None = None
     """What stands between the elements in the array's text."""
     enum_labels: tuple[str, ...] | None = None
+    missing: str | None = None
+    """The value, as text, of rows that are older than the column: a constant default that it was added with."""
 
 
 @dataclass(frozen=True)
@@ -191,8 +193,9 @@ class Relation:
         if not self.types:
             del value["types"]
         for column in value["columns"]:
-            if column["element_delimiter"] is None:
-                del column["element_delimiter"]
+            for later in ("element_delimiter", "missing"):
+                if column[later] is None:
+                    del column[later]
         return value
 
     @classmethod

@@ -50,6 +50,7 @@ ELSEWHERE = {
         ),
         "tests/integration/test_delta.py",
     ),
+    "delta.columns_rewritten": "tests/unit/test_evolving.py",
     **dict.fromkeys(
         ("lane.opened", "lane.claimed", "lane.written", "lane.committed"), "tests/integration/test_delivery_kills.py"
     ),

@@ -43,7 +43,9 @@ from millstream.targets.base import (
     TargetCursor,
 )
 from millstream.targets.changelogs import ChangelogReader
+from millstream.targets.constants import constants
 from millstream.targets.deltas.changes import DeltaChanges
+from millstream.targets.deltas.evolving import refuse_other_names
 from millstream.targets.deltas.mirror import has_newer, mirror_schema, mirrored, rows_to_write, write_mirror
 from millstream.targets.deltas.misfits import misfits, row_error
 from millstream.targets.deltas.partitions import refuse_homeless_keys
@@ -260,6 +262,11 @@ class _Writer:
     def write_changes(self, run: Run) -> None:
         """The changes of a run that the table does not have yet, in one commit that says so."""
         wanted = self._schema(run.relation)
+        existing = Handle.existing(self._path)
+        known = existing.transaction_version(self._app) if existing else None
+        if known is not None and run.changes[SEQ][-1].as_py() <= known:
+            # Of a batch that comes again. The table's columns may be those of later changes.
+            return
 
         def commit(table: Handle) -> None:
             changes = self._not_done(table, run.changes)
@@ -306,6 +313,9 @@ class _Writer:
     def write_again(self, run: Run) -> bool:
         """One change that is not of the batch at hand. False if the table has it, or a newer row, already."""
         done = False
+        existing = Handle.existing(self._path)
+        if self._mirrors and existing is not None:
+            refuse_other_names(run.relation, existing.schema(), self._schema(run.relation))
 
         def commit(table: Handle) -> None:
             nonlocal done
@@ -383,9 +393,10 @@ class _Writer:
     def _try(self, wanted: pa.Schema, relation: Relation, commit: Callable[[Handle], None]) -> None:
         from deltalake.exceptions import CommitFailedError, DeltaError
 
+        constant = constants(relation) if self._mirrors else None
         for _ in range(TRIES):
             try:
-                commit(open_table(self._path, relation.table, wanted, self._owner, self._partition_by))
+                commit(open_table(self._path, relation.table, wanted, self._owner, self._partition_by, constant))
                 return
             except CommitFailedError:
                 continue

@@ -21,6 +21,7 @@ from pydantic import Field
 from millstream.changelog import BEFORE, COMMON, METADATA, schema
 from millstream.errors import DependencyError, RowRefused, TargetError, TargetRefused, TargetUnavailable
 from millstream.model import Json, Relation
+from millstream.targets.constants import Constant
 from millstream.targets.forms import form_schema
 from millstream.targets.lanes.database import OWN, ColumnDef, Database, LaneOptions, Values, matches, quoted
 from millstream.targets.lanes.lane import LaneTarget
@@ -234,6 +235,25 @@ class DuckdbDatabase(Database):
         flags = " OR ".join(f"(s.k{at} AND e.key = '{name}')" for name, at in texts.items())
         theirs = f"map_from_entries(list_filter(map_entries(coalesce(t._ms_special, MAP {{}})), lambda e: {flags}))"
         return f"map_concat({theirs}, coalesce(s.c{number}, MAP {{}}))"
+
+    def add_column(self, table: str, column: ColumnDef, constant: Constant | None, default: str = "") -> None:
+        super().add_column(table, column, constant, default)
+        if constant is not None and constant.special is not None:
+            texts = "map_concat(coalesce(_ms_special, MAP {}), map_from_entries([(?, ?)]))"
+            self.run(f"UPDATE {table} SET _ms_special = {texts}", (column.name, constant.special))
+
+    def rename_column(self, table: str, old: str, new: str) -> None:
+        super().rename_column(table, old, new)
+        named = "(CASE WHEN e.key = ? THEN ? ELSE e.key END, e.value)"
+        texts = f"map_from_entries(list_transform(map_entries(_ms_special), lambda e: {named}))"
+        where = "list_contains(map_keys(_ms_special), ?)"
+        self.run(f"UPDATE {table} SET _ms_special = {texts} WHERE {where}", (old, new, old))
+
+    def drop_column(self, table: str, name: str) -> None:
+        super().drop_column(table, name)
+        texts = "map_from_entries(list_filter(map_entries(_ms_special), lambda e: e.key <> ?))"
+        where = "list_contains(map_keys(_ms_special), ?)"
+        self.run(f"UPDATE {table} SET _ms_special = {texts} WHERE {where}", (name, name))
 
     def make_way(self, table: str, key: Sequence[str], stage: str) -> None:
         # Without an index a key may be there twice, and one row of it comes back.

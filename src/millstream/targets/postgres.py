@@ -24,6 +24,7 @@ from millstream.changelog import METADATA, exposed
 from millstream.errors import TargetError, TargetRefused
 from millstream.model import Column, Json, Relation
 from millstream.targets.base import Part, TargetContext
+from millstream.targets.constants import Constant
 from millstream.targets.lanes import sessions
 from millstream.targets.lanes.copy_binary import copy_statement, page_ranges, read_copy
 from millstream.targets.lanes.copy_text import copy_text
@@ -206,6 +207,15 @@ class PostgresDatabase(Database):
     def create(self, relation: Relation, columns: Sequence[ColumnDef], key: Sequence[str]) -> None:
         self._make_schema(relation.schema)
         super().create(relation, columns, key)
+
+    def add_column(self, table: str, column: ColumnDef, constant: Constant | None, default: str = "") -> None:
+        if constant is None:
+            super().add_column(table, column, None, default)
+            return
+        # As the source did it: the server notes the value, and no row is written.
+        text = constant.text.replace("'", "''")
+        super().add_column(table, column, None, f" DEFAULT '{text}'")
+        self.run(f"ALTER TABLE {table} ALTER COLUMN {quoted(column.name)} DROP DEFAULT")
 
     def insert(self, table: str, values: Sequence[Values]) -> None:
         names = ", ".join(quoted(each.column.name) for each in values)

@@ -32,14 +32,22 @@ _INDEXES = """
             WHERE k.place <= i.indnkeyatts)))
     FROM pg_index i WHERE i.indrelid = {relation} AND (i.indisprimary OR i.indisreplident)"""
 
-_COLUMNS = """
+_MISSING = """
+    SELECT CASE WHEN count(DISTINCT old.value) = 1 THEN min(old.value) END
+    FROM (SELECT array_to_string(m.attmissingval, '') AS value
+        FROM (SELECT c.oid UNION ALL
+            SELECT tree.relid FROM pg_partition_tree(c.oid) tree WHERE c.relkind = 'p' AND tree.isleaf) holder
+        JOIN pg_attribute m ON m.attrelid = holder.oid AND m.attname = a.attname AND m.atthasmissing) old"""
+"""What rows have that are older than the column. A partitioned table has no rows: its partitions know it, and agree."""
+
+_COLUMNS = f"""
     SELECT json_agg(json_build_object(
         'name', a.attname, 'type', a.atttypid::int8, 'mod', a.atttypmod, 'attnum', a.attnum,
         'type_name', format_type(a.atttypid, a.atttypmod), 'kind', t.typtype,
         'nullable', NOT (a.attnotnull OR (t.typtype = 'd' AND (t.typnotnull OR base.inner_notnull))),
         'default', (SELECT pg_get_expr(d.adbin, d.adrelid) FROM pg_attrdef d
             WHERE d.adrelid = a.attrelid AND d.adnum = a.attnum),
-        'generated', a.attgenerated, 'base', base.oid::int8, 'base_mod', base.typmod,
+        'missing', ({_MISSING}), 'generated', a.attgenerated, 'base', base.oid::int8, 'base_mod', base.typmod,
         'element', (SELECT json_build_object('oid', e.typelem::int8, 'delimiter', e.typdelim) FROM pg_type e
             WHERE e.oid = coalesce(base.oid, t.oid)
             AND e.typsubscript = 'array_subscript_handler'::regproc AND e.typelem <> 0),
@@ -272,6 +280,7 @@ def _column(c: Mapping[str, Any], facts: IdentityFacts) -> Column:
         element_type_oid=element["oid"],
         element_delimiter=element["delimiter"],
         enum_labels=tuple(c["labels"]) if c["labels"] is not None else None,
+        missing=c["missing"],
     )
 
 

@@ -19,6 +19,7 @@ from millstream.errors import MissingBase, TargetRefused
 from millstream.latest import SEQ, Bools, Latest, latest, one_letter, special_maps, special_texts, whole, whole_numbers
 from millstream.model import Op, Relation
 from millstream.sources.decoders import decoded_schema
+from millstream.targets.deltas.evolving import numbered
 from millstream.targets.deltas.partitions import refuse_homeless_keys
 from millstream.targets.deltas.tables import Handle, lake_schema
 from millstream.targets.lanes.tables import SPECIAL, mirror_key
@@ -33,7 +34,8 @@ _PLACE = "_ms_place"
 def mirror_schema(relation: Relation, *, soft: bool) -> pa.Schema:
     """The columns of a mirror: the source's, the version, and `_ms_deleted` where deleted rows stay."""
     own = [pa.field(SEQ, pa.int64()), *([pa.field("_ms_deleted", pa.bool_())] if soft else [])]
-    return pa.schema([*decoded_schema(exposed(relation)), *own, pa.field(SPECIAL, pa.map_(pa.string(), pa.string()))])
+    columns = numbered(decoded_schema(exposed(relation)), relation)
+    return pa.schema([*columns, *own, pa.field(SPECIAL, pa.map_(pa.string(), pa.string()))])
 
 
 def write_mirror(table: Handle, relation: Relation, changes: pa.Table, said: CommitProperties, *, soft: bool) -> None:

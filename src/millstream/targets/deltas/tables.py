@@ -11,6 +11,9 @@ import pyarrow as pa
 from pyarrow import types
 
 from millstream.errors import TargetRefused
+from millstream.failpoint import failpoint
+from millstream.targets.constants import Constant
+from millstream.targets.deltas.evolving import rewriting
 from millstream.targets.deltas.partitions import check_partitions, housed
 
 if TYPE_CHECKING:
@@ -29,7 +32,7 @@ _NOT_IN_NAMES = re.compile(r"[ ,;{}()\n\t=]")
 
 def lake_schema(schema: pa.Schema) -> pa.Schema:
     """The schema in types that Delta has, every column nullable: a time of day is text there."""
-    return pa.schema([pa.field(field.name, _lake_type(field.type)) for field in schema])
+    return pa.schema([pa.field(field.name, _lake_type(field.type), metadata=field.metadata) for field in schema])
 
 
 def _lake_type(kind: pa.DataType) -> pa.DataType:
@@ -44,8 +47,18 @@ def _lake_type(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def open_table(path: Path, table: str, wanted: pa.Schema, owner: str, partition_by: Sequence[str] = ()) -> Handle:
-    """The table, with at least these columns. Raises TargetRefused when it cannot hold them, or is not `owner`'s."""
+def open_table(
+    path: Path,
+    table: str,
+    wanted: pa.Schema,
+    owner: str,
+    partition_by: Sequence[str] = (),
+    constant: Mapping[str, Constant] | None = None,
+) -> Handle:
+    """The table, with at least these columns. Raises TargetRefused when it cannot hold them, or is not `owner`'s.
+
+    Rows that are there have `constant` in columns that come new; None of it: columns follow no names, either.
+    """
     from deltalake import DeltaTable
 
     check_partitions(table, wanted, partition_by)
@@ -75,6 +88,8 @@ def open_table(path: Path, table: str, wanted: pa.Schema, owner: str, partition_
             f"{', '.join(partition_by) or 'nothing'}",
             hint="a table keeps its partitions: write partition_by as it was, or give the stream a new target",
         )
+    if constant is not None and handle.follow(table, wanted, constant):
+        handle = Handle(DeltaTable(str(path)))
     handle.complete(table, wanted)
     return handle
 
@@ -140,6 +155,27 @@ class Handle:
         for name, text in found.items():
             made.alter.add_constraint({name.removeprefix(prefix): text or ""})
         return Handle(DeltaTable(str(path)))
+
+    def follow(self, table: str, wanted: pa.Schema, constant: Mapping[str, Constant]) -> bool:
+        """Bring the columns to the names and the rows to the constants of the source, in one commit, if need be."""
+        from deltalake import CommitProperties, write_deltalake
+
+        there = self.schema()
+        plan = rewriting(table, there, wanted, constant)
+        if plan is None:
+            return False
+        schema, found = plan.schema(there), self._table.to_pyarrow_dataset().to_batches()
+        rows = pa.RecordBatchReader.from_batches(schema, (plan.rewritten(batch, schema) for batch in found))
+        write_deltalake(
+            self._table,
+            rows,
+            mode="overwrite",
+            schema_mode="overwrite",
+            partition_by=self.partitions() or None,
+            commit_properties=CommitProperties(max_commit_retries=0),
+        )
+        failpoint("delta.columns_rewritten")
+        return True
 
     def append(self, rows: pa.Table, said: CommitProperties, *, overwrite: bool = False) -> None:
         """Add rows, or put them in place of all that there are."""

@@ -18,6 +18,7 @@ from millstream.changelog import exposed
 from millstream.errors import TargetError
 from millstream.model import Json, Relation
 from millstream.targets.base import Part, TargetContext
+from millstream.targets.constants import Constant
 
 SelfDatabase = TypeVar("SelfDatabase", bound="Database")
 
@@ -148,6 +149,22 @@ class Database(ABC):
             lines.append(f"PRIMARY KEY ({', '.join(map(quoted, key))})")
         self.run(f"CREATE TABLE {self.table(relation)} ({', '.join(lines)})")
 
+    def add_column(self, table: str, column: ColumnDef, constant: Constant | None, default: str = "") -> None:
+        """Add a column, which every row there has as NULL, or as `constant`, or as `default` (SQL) for good."""
+        self.run(f"ALTER TABLE {table} ADD COLUMN {quoted(column.name)} {column.type}{default}")
+        if constant is not None:
+            special = None if constant.special is None else pa.array([constant.special])
+            stage = self.stage("constant", [Values(ColumnDef("c0", column.type), constant.value, special)])
+            self.run(f"UPDATE {table} SET {quoted(column.name)} = (SELECT c0 FROM {stage})")
+
+    def rename_column(self, table: str, old: str, new: str) -> None:
+        """Give a column another name; its values stay."""
+        self.run(f"ALTER TABLE {table} RENAME COLUMN {quoted(old)} TO {quoted(new)}")
+
+    def drop_column(self, table: str, name: str) -> None:
+        """Remove a column and its values."""
+        self.run(f"ALTER TABLE {table} DROP COLUMN {quoted(name)}")
+
     def ordered(self, tables: list[list[Part]]) -> list[list[Part]]:
         """The tables of a batch in the order in which they can be written."""
         return tables
@@ -256,6 +273,7 @@ OWN = {
     "journal_id text, seq bigint, position bigint, PRIMARY KEY (stream, target))",
     "tables": "(name text PRIMARY KEY, stream text NOT NULL, target text NOT NULL, write text NOT NULL, "
     "key text NOT NULL)",
+    "columns": "(name text PRIMARY KEY, stream text NOT NULL, target text NOT NULL, numbers text NOT NULL)",
 }
 """Our own tables, by name. A cursor without seq has never been delivered to."""
 

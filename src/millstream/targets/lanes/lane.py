@@ -31,6 +31,7 @@ from millstream.targets.base import (
 )
 from millstream.targets.lanes.changelog import write_changes
 from millstream.targets.lanes.database import OWN, Database, LaneOptions
+from millstream.targets.lanes.evolving import refresh, refuse_other_names
 from millstream.targets.lanes.isolating import Isolating
 from millstream.targets.lanes.mirror import clear, has_newer, insert_rows, write_run
 from millstream.targets.lanes.reading import LaneReader, SqlRepairer
@@ -64,6 +65,7 @@ class SqlLane:
                     return False
                 failpoint("lane.claimed")
                 db.mark(self.context)
+                refresh(db, self.context)
                 self._write(db, batch)
                 db.settle()
                 batch.check_complete()
@@ -77,6 +79,9 @@ class SqlLane:
             if not _is_owner(db, self.context):
                 raise _fenced(db, self.context, None)
             db.mark(self.context)
+            refresh(db, self.context)
+            if self.options.write == "mirror":
+                refuse_other_names(db, relation, self.context)
             prepared = prepare(db, relation, relation_id, self.context, self.options)
             if self.options.write == "changelog":
                 event = change["_ms_event_id"][0].as_py()

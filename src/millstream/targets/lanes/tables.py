@@ -10,7 +10,9 @@ from millstream.changelog import BEFORE, METADATA, exposed
 from millstream.errors import TargetRefused
 from millstream.model import Relation
 from millstream.targets.base import TargetContext
-from millstream.targets.lanes.database import UNKNOWN, ColumnDef, Database, LaneOptions, quoted
+from millstream.targets.constants import Constant, constants
+from millstream.targets.lanes.database import UNKNOWN, ColumnDef, Database, LaneOptions
+from millstream.targets.lanes.evolving import follow, remember
 
 SPECIAL = "_ms_special"
 
@@ -56,13 +58,18 @@ def prepare(
     wanted = [ColumnDef(name, kind) for name, kind in zip(names, db.types(relation), strict=True)]
     key = _key(db, relation) if options.write == "mirror" else ()
     own = _own_columns(db, options, wanted)
+    mirrors = options.write == "mirror"
+    if mirrors:
+        follow(db, relation, context)
     there = db.columns(relation)
-    _settle_owner(db, relation, context, options, key, exists=there is not None)
+    ours = _settle_owner(db, relation, context, options, key, exists=there is not None)
     if there is None:
         db.create(relation, [*wanted, *own], key)
     else:
-        wanted = _complete(db, relation, wanted, own, there)
-    if db.special_type is not None and options.write == "mirror":
+        wanted = _complete(db, relation, wanted, own, there, constants(relation) if mirrors and ours else {})
+    if mirrors:
+        remember(db, relation, context)
+    if db.special_type is not None and mirrors:
         wanted = [*wanted, ColumnDef(SPECIAL, db.special_type)]
     prepared = Prepared(relation_id, relation.table, db.table(relation), tuple(wanted), key)
     db.known[about] = prepared
@@ -110,7 +117,8 @@ def _settle_owner(
     key: tuple[str, ...],
     *,
     exists: bool,
-) -> None:
+) -> bool:
+    """Whether the table was this target's before; if it is nobody's, it is from now on."""
     name, tables = relation.table, db.own("tables")
     # Two tables may be called alike when they are written without quotes.
     identity = db.table(relation)
@@ -120,7 +128,7 @@ def _settle_owner(
             _adopt(db, relation, options)
         owner = (identity, context.stream, context.target, options.write, json.dumps(key))
         db.run(f"INSERT INTO {tables} VALUES (?, ?, ?, ?, ?)", owner)
-        return
+        return False
     stream, target, write, known_key = found[0]
     if (stream, target) != (context.stream, context.target):
         raise TargetRefused(
@@ -143,6 +151,7 @@ def _settle_owner(
             f"the table {name} at {db.where} was dropped",
             hint="its rows are lost to this target: restore it, or start a new target",
         )
+    return True
 
 
 def _adopt(db: Database, relation: Relation, options: LaneOptions) -> None:
@@ -166,6 +175,7 @@ def _complete(
     wanted: Sequence[ColumnDef],
     own: Sequence[ColumnDef],
     there: Mapping[str, str],
+    constant: Mapping[str, Constant],
 ) -> list[ColumnDef]:
     """Add the columns that are missing. Returns the relation's columns with the types they have."""
     found = there if db.case_matters else {name.lower(): kind for name, kind in there.items()}
@@ -176,7 +186,7 @@ def _complete(
         if kind is None:
             default = f" DEFAULT {UNKNOWN}" if column.name == "_ms_seq" else ""
             default = " DEFAULT false" if column.name == "_ms_deleted" else default
-            db.run(f"ALTER TABLE {table} ADD COLUMN {quoted(column.name)} {column.type}{default}")
+            db.add_column(table, column, constant.get(column.name), default)
             kind = column.type
         elif not db.fits(column.type, kind):
             raise TargetRefused(

@@ -1,0 +1,111 @@
+"""ALTER TABLE on a real Postgres: every mirror has what the source has, also in rows that no change has touched."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+from deltalake import DeltaTable
+
+from millstream.embedded import EmbeddedPostgres
+from millstream.model import BatchLimits, TargetSpec
+from millstream.registry.structure import differences
+from millstream.targets import open_target
+from millstream.targets.lanes import sessions
+from tests.fixtures.capture import Driver, drive
+from tests.fixtures.lanes import CONTEXT, batch_after, captured, columns_of, deliver
+from tests.fixtures.postgres import Database, fresh_database
+
+
+@pytest.fixture
+def copy(postgres: EmbeddedPostgres) -> Iterator[Database]:
+    with fresh_database(postgres) as made:
+        yield made
+        sessions.close_idle(made.uri, None)
+
+
+class Mirrors:
+    """A mirror of every kind, fed with the same batches."""
+
+    def __init__(self, path: Path, copy: Database) -> None:
+        self._path, self._copy = path, copy
+        options = {
+            "sqlite": {"path": str(path / "sqlite.db")},
+            "duckdb": {"path": str(path / "duck.db")},
+            "delta": {"path": str(path / "lake")},
+            "postgres": {"uri": copy.uri},
+        }
+        limits = BatchLimits(1, 1, 1)
+        self._targets = [open_target(TargetSpec("copy", kind, limits, options=each)) for kind, each in options.items()]
+        for target in self._targets:
+            target.open(CONTEXT)
+        self._seq = 0
+
+    def deliver(self, capture: Driver) -> None:
+        capture.catch_up()
+        rows = captured(capture)
+        for target in self._targets:
+            deliver(target, batch_after(capture, rows, self._seq))
+        self._seq = rows.num_rows
+
+    def assert_equal(self, source: Database, table: str) -> None:
+        columns = ", ".join(f'"{name}"' for (name,) in columns_of(source, table))
+        expected = source.sql(f"SELECT {columns} FROM {table} ORDER BY 1")
+        assert self._copy.sql(f"SELECT {columns} FROM {table} ORDER BY 1") == expected
+        with closing(sqlite3.connect(self._path / "sqlite.db")) as db:
+            assert db.execute(f'SELECT {columns} FROM "public.{table}" ORDER BY 1').fetchall() == expected
+        with closing(duckdb.connect(str(self._path / "duck.db"))) as db:
+            assert db.execute(f"SELECT {columns} FROM public.{table} ORDER BY 1").fetchall() == expected
+        names = [name for (name,) in columns_of(source, table)]
+        rows: list[dict[str, Any]] = DeltaTable(str(self._path / f"lake/public.{table}")).to_pyarrow_table().to_pylist()
+        assert sorted(tuple(row[name] for name in names) for row in rows) == expected
+
+
+def test_mirrors_follow_a_table_that_is_altered(database: Database, copy: Database, tmp_path: Path) -> None:
+    database.sql("CREATE TABLE item (id int PRIMARY KEY, name text)")
+    database.sql(
+        "CREATE TABLE part (id int PRIMARY KEY, name text) PARTITION BY RANGE (id); "
+        "CREATE TABLE part_1 PARTITION OF part FOR VALUES FROM (0) TO (100)"
+    )
+    mirrors = Mirrors(tmp_path, copy)
+    with drive(database, tmp_path / "spool") as capture:
+        for table in ("item", "part"):
+            database.sql(f"INSERT INTO {table} SELECT i, 'n' || i FROM generate_series(1, 20) i")
+        mirrors.deliver(capture)
+        for statement, change in (
+            ("ADD COLUMN x int DEFAULT 7", "INSERT INTO {} VALUES (21, 'new', 1), (22, 'null', NULL)"),
+            ("ALTER COLUMN x SET DEFAULT 8", "INSERT INTO {} VALUES (23, 'later')"),
+            ("ADD COLUMN word text NOT NULL DEFAULT 'it''s'", "UPDATE {} SET x = 9 WHERE id < 4"),
+            ("RENAME COLUMN name TO label", "UPDATE {} SET label = 'l' WHERE id = 5"),
+            ("DROP COLUMN x", "DELETE FROM {} WHERE id = 6"),
+            ("ADD COLUMN x int", "UPDATE {} SET x = 1 WHERE id = 8"),
+        ):
+            for table in ("item", "part"):
+                database.sql(f"ALTER TABLE {table} {statement}")
+                database.sql(change.format(table))
+            mirrors.deliver(capture)
+            for table in ("item", "part"):
+                mirrors.assert_equal(database, table)
+        # Several at once, of which only the last shows in the log, and names that change places.
+        database.sql("ALTER TABLE item ADD COLUMN a int DEFAULT 1, ADD COLUMN b int DEFAULT 2")
+        database.sql("ALTER TABLE item RENAME COLUMN x TO y; ALTER TABLE item RENAME COLUMN label TO x")
+        database.sql("BEGIN; INSERT INTO item (id, x, word) VALUES (30, 'x', 'w'); COMMIT")
+        mirrors.deliver(capture)
+        mirrors.assert_equal(database, "item")
+        described = [one for one in capture.relations if one.table == "public.item"]
+        kinds = [{change.kind.value for change in differences(*pair)} for pair in pairwise(described)]
+        assert kinds == [
+            {"add_column"},
+            {"default"},
+            {"add_column"},
+            {"rename_column"},
+            {"drop_column"},
+            {"add_column"},
+            {"add_column", "rename_column"},
+        ]
