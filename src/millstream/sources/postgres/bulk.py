@@ -41,7 +41,9 @@ from millstream.sources.postgres.session import SESSION, TURN_SECONDS, Refused, 
 STRETCH_BYTES = 64 << 20
 """The log of one call, at least,"""
 LONGEST_BYTES = 512 << 20
-"""and at most."""
+"""and at most;"""
+SHORTEST_BYTES = 16 << 20
+"""but near the end of the log it may be as short as this."""
 RESULT_BYTES = 512 << 20
 """What the server may have to keep of one call, but for a single transaction that is larger."""
 REREAD_BYTES = 4 * LONGEST_BYTES
@@ -168,7 +170,7 @@ class BulkReader:
             raise BulkRefused(
                 f"a transaction has been open for {reread >> 20} MiB of log, and each call reads them again"
             )
-        upto = self.place.position + min(max(STRETCH_BYTES, 2 * reread), LONGEST_BYTES)
+        upto = self.place.position + stretch_bytes(reread, self.place.log_end - self.place.position)
         messages = int(RESULT_BYTES / self._message_bytes)
         self._session.send(
             "COPY (SELECT data FROM pg_logical_slot_get_binary_changes("
@@ -226,6 +228,16 @@ class BulkReader:
             "(extract(epoch FROM clock_timestamp() - timestamptz '2000-01-01 00:00:00+00') * 1000000)::int8 "
             f"FROM pg_replication_slots WHERE slot_name = {literal(self._copy)}"
         )
+
+
+def stretch_bytes(reread: int, left: int) -> int:
+    """How much of the log the next call decodes, which reads `reread` bytes of it again and finds `left` new ones.
+
+    The rows of the last stretch are worked on while the server has nothing to do. So what is left is not taken at
+    once but in a longer and a shorter part, unless more than little would be read again for the second.
+    """
+    stretch = min(max(STRETCH_BYTES, 2 * reread), LONGEST_BYTES)
+    return min(stretch, max(SHORTEST_BYTES, left * 3 // 5)) if reread <= left // 4 else stretch
 
 
 def _place(rows: list[tuple[str | None, ...]]) -> Place:
