@@ -39,12 +39,28 @@ def test_a_second_bench_is_refused_and_told_who_runs() -> None:
         assert load == 0.1
 
 
-def test_a_busy_machine_is_refused_unless_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_machine_is_refused_unless_forced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (0.51, 0.1, 0.1))
+    monkeypatch.setattr(frame, "STAT", tmp_path / "missing")
     with pytest.raises(BenchRefused, match=r"0\.51"), machine("capture", force=False):
         pass
     with machine("capture", force=True) as load:
         assert load == 0.51
+
+
+def test_a_machine_that_was_busy_a_minute_ago_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle processors, whatever the average still says; and busy ones, though the average is higher."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.9, 0.1, 0.1))
+    monkeypatch.setattr(frame, "STAT", tmp_path / "stat")
+    monkeypatch.setattr(frame, "LOOK_SECONDS", 0.05)
+    frame.STAT.write_text("cpu  100 0 50 9000 20 0 0 0 0 0\ncpu0 100 0 50 9000 20 0 0 0 0 0\n")
+    with machine("capture", force=False) as load:
+        assert load == 0.0
+    monkeypatch.undo()
+    worked = frame._busy_seconds()
+    while frame._busy_seconds() == worked:
+        sum(range(10_000))
+    assert frame._busy_seconds() > worked
 
 
 def test_a_lock_that_somebody_else_made_is_used_as_it_is() -> None:

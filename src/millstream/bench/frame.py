@@ -11,6 +11,7 @@ import fcntl
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,10 @@ from millstream.errors import BenchRefused
 from millstream.model import Json
 
 MOST_LOAD = 0.5
-"""The one-minute load above which a figure would say more about the neighbours than about us."""
+"""The load above which a figure would say more about the neighbours than about us."""
+LOOK_SECONDS = 3.0
+"""How long the processors are watched where the average cannot tell a busy machine from one that was busy."""
+STAT = Path("/proc/stat")
 REPEAT = 3
 LOCK = Path("/tmp" if Path("/tmp").is_dir() else tempfile.gettempdir()) / "millstream-bench.lock"  # noqa: S108
 
@@ -84,7 +88,7 @@ OURS, BASELINE = "ours", "baseline"
 
 @contextmanager
 def machine(name: str, *, force: bool) -> Iterator[float]:
-    """Hold the machine for a measurement; yields its load of the last minute. Raises BenchRefused.
+    """Hold the machine for a measurement; yields its load. Raises BenchRefused.
 
     The lock is the kernel's, so it ends with the process. Others' processes are not stopped by it: it keeps two
     benches apart, and the load tells of everything else.
@@ -100,10 +104,10 @@ def machine(name: str, *, force: bool) -> Iterator[float]:
             raise BenchRefused(
                 f"another bench runs on this machine: {holder}", hint="wait for it; two at once measure each other"
             ) from None
-        load = os.getloadavg()[0]
+        load = load_now()
         if load > MOST_LOAD and not force:
             raise BenchRefused(
-                f"the machine is busy: its load of the last minute is {load:.2f}, above {MOST_LOAD}",
+                f"the machine is busy: its load is {load:.2f}, above {MOST_LOAD}",
                 hint="wait until it is quiet; with --force the figures say that they were taken so",
             )
         os.ftruncate(descriptor, 0)
@@ -111,6 +115,26 @@ def machine(name: str, *, force: bool) -> Iterator[float]:
         yield load
     finally:
         os.close(descriptor)
+
+
+def load_now() -> float:
+    """How many processors others keep busy: the average of the last minute, or less if they have just stopped.
+
+    The average still tells of a bench that has ended a minute after it. So if it is high the processors are watched
+    for a moment.
+    """
+    average = os.getloadavg()[0]
+    if average <= MOST_LOAD or not STAT.exists():
+        return average
+    before, began = _busy_seconds(), time.monotonic()
+    time.sleep(LOOK_SECONDS)  # a measuring window, not a wait for something
+    return min(average, (_busy_seconds() - before) / (time.monotonic() - began))
+
+
+def _busy_seconds() -> float:
+    """Processor seconds since the start of the machine that were neither idle nor spent waiting for a disk."""
+    ticks = [int(field) for field in STAT.read_text().splitlines()[0].split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
 def _open_lock() -> int:

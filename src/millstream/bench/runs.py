@@ -1,15 +1,14 @@
 """All benches, several times, each time as a process of its own; and a table of what came of it, with the spread.
 
 `python -m millstream.bench.runs FILE --runs 3` appends one line of JSON per bench and run to FILE, and ends with the
-table of all lines that are in it, as Markdown. `--table` only makes the table. Between two benches it waits until the
-machine is quiet again: the load of the last minute is at first that of the bench before.
+table of all lines that are in it, as Markdown. `--table` only makes the table. Before each bench it waits until the
+machine is quiet.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from millstream.bench import ALL
-from millstream.bench.frame import MOST_LOAD
+from millstream.bench.frame import MOST_LOAD, load_now
 from millstream.model import Json
 
 PATIENCE = 900.0
@@ -78,7 +77,7 @@ def flags(options: Mapping[str, Any]) -> list[str]:
 
 def _await_quiet() -> None:
     deadline = time.monotonic() + PATIENCE
-    while os.getloadavg()[0] > MOST_LOAD and time.monotonic() < deadline:
+    while load_now() > MOST_LOAD and time.monotonic() < deadline:
         time.sleep(1)
 
 
