@@ -23,6 +23,7 @@
     │           ├── MissingBase    a row lacks a value that its change did not send and nobody has
     │           └── RowUnshaped    a filter or transform fails on a row
     ├── SchemaChanged          a table's columns are no longer those that a DataFrame was made with
+    ├── SchemaGated            a schema change is not to be delivered before somebody has approved it
     ├── StateError             the state store cannot be read or written
     │   └── UnknownStream      the home has no stream, or the stream no target, of that name
     ├── VerifyFailed           a target could not be compared with its source
@@ -185,6 +186,10 @@ class RowUnshaped(RowRefused):
 
 class SchemaChanged(MillstreamError):
     """A change of a table does not fit the columns of the DataFrame it is to be read into."""
+
+
+class SchemaGated(MillstreamError):
+    """Delivery is before a schema change that waits for approval, was rejected, or is not to be applied."""
 
 
 class StateError(MillstreamError):

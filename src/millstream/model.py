@@ -84,6 +84,8 @@ class StreamState(enum.StrEnum):
     """Its tables are being copied."""
     CATCHING_UP = "catching_up"
     RUNNING = "running"
+    GATED = "gated"
+    """Its next change has a schema that somebody must approve first."""
     PAUSED = "paused"
     FAILED = "failed"
     NEEDS_RELOAD = "needs_reload"
@@ -309,3 +311,5 @@ class StreamSpec:
     """What becomes of rows on the way to the targets: filters and transforms."""
     verify_every_ms: int | None = None
     """How often the targets are compared with the source; None: only when somebody asks."""
+    ddl: tuple[tuple[str, str], ...] = ()
+    """What is done about schema changes (`registry.ddl.Policy`), by kind, sorted; those left out have their default."""

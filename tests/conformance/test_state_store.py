@@ -17,6 +17,7 @@ import pytest
 
 from millstream.errors import StateError
 from millstream.model import Cursor, StreamState
+from millstream.registry.kinds import Decided, Decision
 from millstream.state.base import EpochRecord, Fault, Letter, LetterState, Runtime, StateStore, Tally, Total
 from millstream.state.memory import HISTORY, MemoryStateStore
 from millstream.state.sqlite import SqliteStateStore
@@ -435,7 +436,7 @@ def test_a_store_of_another_version_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "state.db") as db:
         db.execute("pragma user_version = 99")
     db.close()
-    with pytest.raises(StateError, match="has version 99, this program knows version 4"):
+    with pytest.raises(StateError, match="has version 99, this program knows version 5"):
         SqliteStateStore(tmp_path / "state.db")
 
 
@@ -455,6 +456,7 @@ def test_a_store_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> N
             "letters",
             "reloads",
             "verifications",
+            "ddl_decisions",
         )
         for table in tables:
             db.execute(f"drop table {table}")
@@ -536,6 +538,19 @@ def test_targets_that_must_begin_anew_are_remembered_until_they_did(store: State
     store.set_needs_reload("shop", "copy", None)
     assert store.needs_reload("shop") == {"log": "other changes are gone"}
     assert store.needs_reload("bank") == {}
+
+
+def test_the_last_decision_of_a_schema_change_counts(store: StateStore) -> None:
+    at = datetime(2026, 1, 1, tzinfo=UTC)
+    rejected, approved = Decided(Decision.REJECTED, at), Decided(Decision.APPROVED, at + timedelta(hours=1))
+    for journal, seq, decided in (("a", 4, rejected), ("a", 7, rejected), ("b", 4, rejected), ("a", 4, approved)):
+        store.decide_ddl("shop", journal, seq, decided)
+    assert store.ddl_decisions("shop", "a") == {4: approved, 7: rejected}
+    assert store.ddl_decisions("shop", "b") == {4: rejected}
+    assert store.ddl_decisions("bank", "a") == {}
+    store.put_stream("shop", {})
+    store.delete_stream("shop")
+    assert store.ddl_decisions("shop", "a") == {}
 
 
 def test_that_a_target_must_begin_anew_is_known_after_a_kill(tmp_path: Path) -> None:

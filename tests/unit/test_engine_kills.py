@@ -23,6 +23,7 @@ from millstream.errors import UnknownStream
 from millstream.testing import Script
 from tests.chaos.rig import failpoints
 from tests.fixtures.engines import await_that, delivered, stream
+from tests.unit.test_ddl import AFTER, BEFORE, fill, gated
 
 DELETION = (
     *("engine.deletion_begun", "engine.source_removed", "engine.targets_released"),
@@ -128,6 +129,22 @@ def test_a_deletion_that_was_killed_anywhere_goes_on_with_the_next_command(
         script.insert("public.orders", id=2, note="new")
         await_that(lambda: delivered(tmp_path, target="fresh") == {"public.orders": [(2, "new")]})
         await_that(lambda: engine.get_status("shop").events_replicated == 1)
+
+
+def test_a_gate_holds_through_kills_of_the_engine_and_of_who_decides(
+    engine: Engine, script: Script, tmp_path: Path, managing: Managing
+) -> None:
+    gated(engine, script, tmp_path, targets="log")
+    engine.stop()
+    fill(script)
+    managing.kill_at("delivery.gate_reached", "run")
+    assert delivered(tmp_path) == BEFORE
+    assert engine.ddl_event("shop", 4).state == "pending"
+    managing.kill_at("state.ddl_decided", "command", "ddl", "approve", "shop", "4")
+    assert engine.ddl_event("shop", 4).state == "approved"
+    with engine:
+        await_that(lambda: delivered(tmp_path) == AFTER)
+        await_that(lambda: engine.ddl_event("shop", 4).state == "applied")
 
 
 def test_streams_and_pauses_survive_a_kill_of_the_command_and_of_the_engine(

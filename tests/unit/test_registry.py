@@ -199,3 +199,20 @@ def test_wrong_use_is_told(home: Home, arguments: tuple[str, ...], said: str) ->
     result = millstream(home, *arguments)
     assert result.exit_code == 2
     assert said in result.stderr
+
+
+def test_a_schema_that_comes_while_they_are_read_is_no_error(tmp_path: Path) -> None:
+    journal = Journal.create(tmp_path / "journal")
+    journal.register(FIRST)
+    journal.transaction([("public.orders", 1, "a")])
+
+    class Overtaken(JournalReader):
+        def relations(self) -> dict[int, Relation]:
+            found = super().relations()
+            journal.register(SECOND)
+            journal.transaction([("public.orders", 2, "b")], extra=("n",))
+            return found
+
+    assert [one.version for one in Registry(Overtaken(journal.locations)).all()] == [1]
+    assert [one.version for one in Registry(JournalReader(journal.locations)).all()] == [1, 2]
+    journal.writer.close()

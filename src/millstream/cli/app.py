@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from millstream.cli.bench import bench
 from millstream.cli.check import check
+from millstream.cli.ddl import ddl
 from millstream.cli.demo import demo
 from millstream.cli.dlq import dlq
 from millstream.cli.doctor import doctor
@@ -73,6 +74,7 @@ app.command()(pause)
 app.command()(resume)
 app.command()(delete)
 app.add_typer(dlq, name="dlq")
+app.add_typer(ddl, name="ddl")
 app.command()(verify)
 app.add_typer(journal, name="journal")
 app.add_typer(schema, name="schema")

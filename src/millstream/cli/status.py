@@ -21,6 +21,7 @@ _STYLES = {
     "failed": "red",
     "needs_reload": "red",
     "halted": "red",
+    "gated": "yellow",
     "stopped": "yellow",
     "paused": "yellow",
 }

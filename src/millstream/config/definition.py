@@ -46,6 +46,11 @@ def definition(spec: StreamSpec) -> Json:
     source["tables"] = list(spec.source.tables)
     value["targets"] = list(value["targets"])
     # Left out where it says nothing: streams that were written down before there was such a thing stay the same.
+    if spec.source.tenant == "default":
+        del source["tenant"]
+    value["ddl"] = dict(spec.ddl)
+    if not spec.ddl:
+        del value["ddl"]
     del value["shape"]
     if spec.shape:
         value["shape"] = spec.shape.to_json()
@@ -92,6 +97,7 @@ def from_definition(value: Mapping[str, Any]) -> StreamSpec:
         checkpoint_interval_ms=value["checkpoint_interval_ms"],
         shape=Shape.from_json(value["shape"]) if "shape" in value else Shape(),
         verify_every_ms=value.get("verify_every_ms"),
+        ddl=tuple(sorted(dict(value.get("ddl", {})).items())),
     )
 
 

@@ -132,6 +132,7 @@ def _stream(report: Reporter, base: Path) -> StreamSpec | None:
         checkpoint_interval_ms=keys.checkpoint_interval,
         shape=shaping.made(keys, lambda reference: _absolute_ref(reference, base)),
         verify_every_ms=keys.verify,
+        ddl=tuple(sorted((keys.ddl or {}).items())),
     )
 
 

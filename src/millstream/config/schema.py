@@ -17,6 +17,7 @@ from millstream.config.problems import Refusal, nearest
 from millstream.config.shaping import Keys, ShapeKeys
 from millstream.config.units import parse_duration_ms, parse_size
 from millstream.model import AckPolicy, Mode, OnFull, OnLimit, OnOverflow, OnReject
+from millstream.registry.kinds import Kind, Policy
 
 LEAST_VERIFY_MS = 1_000
 
@@ -94,6 +95,17 @@ def _every(value: object) -> int | None:
     if every < LEAST_VERIFY_MS:
         raise Refusal("is too often: a comparison reads all rows of both sides", "write every 1h, or what you need")
     return every
+
+
+def _ddl(value: object) -> object:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise Refusal("says by kind of schema change what is done about it", "write {drop_column: gate}")
+    for kind, policy in value.items():
+        _one_of(Kind)(kind)
+        _one_of(Policy, ["ignore"])(policy)
+    return value
 
 
 LEAST_JOURNAL = 256 << 20
@@ -179,3 +191,4 @@ class StreamKeys(ShapeKeys):
     ] = "source_wins"
     checkpoint_interval: Duration = 1_000
     verify: Annotated[int | None, BeforeValidator(_every)] = None
+    ddl: Annotated[dict[str, str] | None, BeforeValidator(_ddl)] = None

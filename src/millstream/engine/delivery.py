@@ -21,6 +21,7 @@ from millstream.config.kinds import is_mirror
 from millstream.engine.backoff import Backoff
 from millstream.engine.baseline import Baseline, BaselineStopped
 from millstream.engine.batch import BatchResult, run_batch
+from millstream.engine.gate import GATE_SECONDS, AtGate, Gate
 from millstream.engine.letters import LetterBox
 from millstream.engine.opening import Opened, Opening, from_micros
 from millstream.engine.uncaptured import NoJournal
@@ -100,6 +101,8 @@ class DeliveryQuery:
             self._letters.superseded,
             NoJournal(stream.source) if stream.mode is Mode.SNAPSHOT else None,
         )
+        self._gate = Gate(stream, locations, store, tables)
+        self._gated = False
         self.stopping = threading.Event()
         """Set once `stop` was asked for; a batch that waits then gives up."""
         self._settled = threading.Event()
@@ -208,6 +211,9 @@ class DeliveryQuery:
             return False
         if self._fatal is not None:
             raise self._fatal
+        if self._gated:
+            self._gated = False
+            return True
         if query.unusable is not None:
             self._distrust = query.unusable
             return True
@@ -236,6 +242,7 @@ class DeliveryQuery:
                 Level.INFO if opened.reason == "first start" else Level.WARNING,
                 {"epoch": opened.epoch, "start_seq": opened.start_seq, "reason": opened.reason},
             )
+        self._await_gate(opened)
         self._parallel = cores_of(self._spark) if self._target.capabilities.parallel else 1
         options = SliceOptions(
             opened.plan.locations, opened.start_seq, self._spec.limits, self._parallel, ready="", until=self._until
@@ -248,6 +255,23 @@ class DeliveryQuery:
             self.state = StreamState.RUNNING
         self._settled.set()
         return query
+
+    def _await_gate(self, opened: Opened) -> None:
+        """Wait while the next change has a schema that somebody must approve. Raises SchemaGated where none waits."""
+        while (closed := self._gate.after(opened.seq, opened.plan.after_position)) is not None:
+            if closed.seq > opened.seq:
+                break  # there is something before it
+            if self._once or not closed.waits:
+                raise closed.error(self._stream.name)
+            if self.state is not StreamState.GATED:
+                self.error, self.state = closed.error(self._stream.name), StreamState.GATED
+                self._emit("delivery.gated", str(self.error), Level.WARNING, {"seq": closed.seq})
+                self._settled.set()
+            if self.stopping.wait(GATE_SECONDS):
+                raise BaselineStopped
+        if self.state is StreamState.GATED:
+            self.error = None
+            self._emit("delivery.gate_opened", "goes on: the schema change was approved", Level.INFO, {})
 
     def _copy(self) -> None:
         """The baseline alone, for a target that has nothing. One that has something has all it will ever get."""
@@ -320,14 +344,20 @@ class DeliveryQuery:
             self._in_batch = True
         try:
             failpoint("delivery.batch_started")
-            self._deliver(span)
+            opened = self._current()
+            ahead = SeqRange(max(span.start, self._opening.delivered_seq(opened)), span.end)
+            closed = self._gate.cut(ahead, opened.plan.after_position)
+            if closed is None:
+                self._deliver(span)
+            else:
+                self._deliver_before(span, closed.seq)
             self.planning_since = time.time()
         except MillstreamError as failed:
             # A plain JournalError says that a segment has changed its form: the range is planned again.
             if type(failed) is not JournalError:
                 self._fatal = failed
             raise
-        except (DeliveryStopped, CheckpointUnusable):
+        except (AtGate, DeliveryStopped, CheckpointUnusable):
             raise
         except Exception as defect:
             self._fatal = _unexpected(defect)
@@ -336,6 +366,14 @@ class DeliveryQuery:
             with self._idle:
                 self._in_batch = False
                 self._idle.notify_all()
+
+    def _deliver_before(self, span: SeqRange, seq: int) -> None:
+        """Deliver of a batch what comes before a gate, and end the query: it is planned anew when the gate opens."""
+        if seq > span.start:
+            self._deliver(SeqRange(span.start, seq))
+        failpoint("delivery.gate_reached")
+        self._gated = True
+        raise AtGate
 
     def _deliver(self, span: SeqRange) -> None:
         backoff = Backoff()

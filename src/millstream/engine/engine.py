@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from millstream.engine.running import RunningStreams
     from millstream.engine.spark_use import SparkUse
     from millstream.engine.verifier import Verifier
+    from millstream.registry.ddl import DdlEvent
 
 READY = (StreamState.CATCHING_UP, StreamState.RUNNING)
 LOOK_SECONDS = 0.05
@@ -295,6 +296,30 @@ class Engine:
         if self.is_running:
             return self._do(lambda operations: operations.purge_letters(ids))
         return int(self._ask("purge_letters", {"ids": list(ids)})["purged"])
+
+    def ddl_events(self, name: str) -> list[DdlEvent]:
+        """The schema changes of a stream's tables, oldest first, with what was decided. Raises UnknownStream."""
+        from millstream.engine.ddl import events_of
+
+        self.get_status(name)
+        with self._reading() as store:
+            if store is None:
+                return []
+            return events_of(self._home, store, from_definition(store.get_stream(name) or {}))
+
+    def ddl_event(self, name: str, id: int) -> DdlEvent:
+        """One of them. Raises ConfigError if there is none."""
+        from millstream.engine.ddl import one_of
+
+        return one_of(self.ddl_events(name), name, id)
+
+    def decide_ddl(self, name: str, id: int, *, approved: bool) -> DdlEvent:
+        """Approve a schema change, so that it is delivered, or reject it. May be said again, and otherwise."""
+        if self.is_running:
+            self._do(lambda operations: operations.decide_ddl(name, id, approved=approved))
+        else:
+            self._ask("decide_ddl", {"name": name, "id": id, "approved": approved})
+        return self.ddl_event(name, id)
 
     @contextmanager
     def _reading(self) -> Iterator[StateStore | None]:

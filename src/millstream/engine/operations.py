@@ -102,6 +102,16 @@ class Operations:
             self._running.report()
         self._tell("stream.resumed", f"{self._what(name, target)} goes on", name, target)
 
+    def decide_ddl(self, name: str, id: int, *, approved: bool) -> None:
+        """Approve or reject a schema change. Delivery that waits for it finds out; what has failed is tried again."""
+        from millstream.engine.ddl import decide
+
+        decide(self._home, self._store, self._spec(name), id, approved=approved)
+        if approved and self._running is not None:
+            self._running.start_anew(name)
+        said = "approved" if approved else "rejected"
+        self._tell("stream.ddl_decided", f"schema change {id} was {said}", name)
+
     def replay(self, name: str, start: Checkpoint | datetime, target: str | None = None) -> None:
         """Deliver once more what came after the checkpoint, or what was committed from a time on.
 

@@ -104,6 +104,8 @@ class Reporter:
         states += [StreamState.CATCHING_UP for name in flowing if name in held]
         if StreamState.FAILED in states:
             return StreamState.FAILED
+        if StreamState.GATED in states:
+            return StreamState.GATED
         if not states:
             return StreamState.CREATED
         if StreamState.SNAPSHOT in states:

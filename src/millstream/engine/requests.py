@@ -51,6 +51,8 @@ def perform(operations: Operations, verb: str, arguments: Mapping[str, Any]) -> 
         return {"letters": [one.to_json() for one in operations.retry_letters(arguments["ids"])]}
     elif verb == "purge_letters":
         return {"purged": operations.purge_letters(arguments["ids"])}
+    elif verb == "decide_ddl":
+        operations.decide_ddl(arguments["name"], arguments["id"], approved=arguments["approved"])
     elif verb == "delete":
         keep = {"keep_slot": arguments["keep_slot"], "keep_target": arguments["keep_target"]}
         return operations.delete(arguments["name"], **keep)

@@ -33,7 +33,7 @@ RELOAD = "give the stream a new target (another name, an empty place), or resume
 UNCAPTURED = "not captured"
 """The state of a source that is only copied."""
 
-_ALIVE = (StreamState.SNAPSHOT, StreamState.CATCHING_UP, StreamState.RUNNING)
+_ALIVE = (StreamState.SNAPSHOT, StreamState.CATCHING_UP, StreamState.RUNNING, StreamState.GATED)
 
 
 @dataclass(frozen=True)

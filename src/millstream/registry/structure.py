@@ -14,31 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millstream.model import Column, Json, Relation
-
-
-class Kind(enum.StrEnum):
-    """What can be different between two versions of a table."""
-
-    CREATE_TABLE = "create_table"
-    RENAME_TABLE = "rename_table"
-    """Another name for the same table."""
-    REPLACE_TABLE = "replace_table"
-    """Another table under the same name: its rows are not those that were there."""
-    ADD_COLUMN = "add_column"
-    DROP_COLUMN = "drop_column"
-    RENAME_COLUMN = "rename_column"
-    MAYBE_RENAME_COLUMN = "rename_column?"
-    """A column is gone and one of its type stands in its place, and nobody can say whether it is the same."""
-    RETYPE_COLUMN = "retype_column"
-    KEY = "key"
-    """Other columns identify a row,"""
-    IDENTITY = "identity"
-    """or the log says it in another way."""
-    NULLABILITY = "nullability"
-    DEFAULT = "default"
-    GENERATED = "generated"
-    LABELS = "labels"
-    """The labels of an enum."""
+from millstream.registry.kinds import Kind
 
 
 class Compatibility(enum.StrEnum):

@@ -66,11 +66,13 @@ class Registry:
         header = reader.header()
         self.source = header.source
         self.kind = header.source_kind
-        self._relations = reader.relations()
         self._versions: dict[str, list[Version]] = {}
         self._by_id: dict[int, Version] = {}
         self._described: dict[str, Relation] = {}
-        for one in reader.schemas():
+        history = reader.schemas()
+        # After them: what was described while they were read is not missed.
+        self._relations = reader.relations()
+        for one in history:
             self._count(one)
 
     def tables(self) -> list[str]:

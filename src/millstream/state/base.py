@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import Any, Protocol
 
 from millstream.model import Cursor, Json, StreamState
+from millstream.registry.kinds import Decided
 
 MISSING_BASE = "missing_base"
 """The kind of letters whose change left out a value that nobody had."""
@@ -234,6 +235,12 @@ class StateStore(Protocol):
 
     def needs_reload(self, stream: str) -> dict[str, str]:
         """The targets of a stream that must begin anew, with the reason."""
+
+    def decide_ddl(self, stream: str, journal_id: str, seq: int, decided: Decided) -> None:
+        """Remember what was decided of the schema change that begins at a seq, in place of what was decided before."""
+
+    def ddl_decisions(self, stream: str, journal_id: str) -> dict[int, Decided]:
+        """What was decided of a stream's schema changes, by seq."""
 
     def save_verification(self, stream: str, target: str, result: Json) -> None:
         """Remember what came of the last comparison of a target with its source, in place of the one before."""

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 
 from millstream.errors import StateError
 from millstream.model import Cursor, Json
+from millstream.registry.kinds import Decided
 from millstream.state.base import (
     FAULTS,
     MISSING_BASE,
@@ -81,6 +82,7 @@ class MemoryStateStore:
         self._deletions: dict[str, Json] = {}
         self._faults: dict[str, list[Fault]] = {}
         self._verifications: dict[str, dict[str, Json]] = {}
+        self._decisions: dict[str, dict[tuple[str, int], Decided]] = {}
         self._requests: dict[int, Request] = {}
         self._ids = itertools.count(1)
 
@@ -109,6 +111,7 @@ class MemoryStateStore:
             self._deletions.pop(name, None)
             self._faults.pop(name, None)
             self._verifications.pop(name, None)
+            self._decisions.pop(name, None)
             if source is not None:
                 self._acks.pop(source, None)
                 self._captured.pop(source, None)
@@ -266,6 +269,15 @@ class MemoryStateStore:
         letter = self._letters[id]
         by = seq if letter.superseded_by is None else letter.superseded_by
         self._letters[id] = replace(letter, state=LetterState.SUPERSEDED, superseded_by=by)
+
+    def decide_ddl(self, stream: str, journal_id: str, seq: int, decided: Decided) -> None:
+        with self._lock:
+            self._decisions.setdefault(stream, {})[journal_id, seq] = decided
+
+    def ddl_decisions(self, stream: str, journal_id: str) -> dict[int, Decided]:
+        with self._lock:
+            found = self._decisions.get(stream, {})
+            return {seq: decided for (journal, seq), decided in found.items() if journal == journal_id}
 
     def save_verification(self, stream: str, target: str, result: Json) -> None:
         with self._lock:

@@ -20,11 +20,12 @@ from typing import Any
 from millstream.errors import StateError
 from millstream.failpoint import failpoint
 from millstream.model import Cursor, Json, StreamState
+from millstream.registry.kinds import Decided, Decision
 from millstream.state.base import FAULTS, EpochRecord, Fault, Request, Runtime, Tally, Total
 from millstream.state.letters import SINCE_3, SqliteLetters, supersede
 from millstream.state.memory import HISTORY, refuse_epoch_below, refuse_going_back
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 _SCHEMA = """
 create table streams (name text primary key, definition text not null, updated_at text not null) without rowid;
@@ -75,13 +76,19 @@ create table verifications (
     stream text not null, target text not null, result text not null, primary key (stream, target)
 ) without rowid;
 """
-_STEPS = (_SCHEMA, _SINCE_2, SINCE_3, _SINCE_4)
+_SINCE_5 = """
+create table ddl_decisions (
+    stream text not null, journal_id text not null, seq integer not null, decision text not null, at text not null,
+    primary key (stream, journal_id, seq)
+) without rowid;
+"""
+_STEPS = (_SCHEMA, _SINCE_2, SINCE_3, _SINCE_4, _SINCE_5)
 """What makes a store of each version from one of the version before."""
 
 _OF_A_STREAM = (
     *("cursors", "cursor_history", "epochs", "runtimes", "totals", "pauses", "deletions", "faults"),
     *("letters", "reloads"),
-    "verifications",
+    *("verifications", "ddl_decisions"),
 )
 ANSWERS_KEPT = timedelta(hours=1)
 """How long an answer waits for the process that asked."""
@@ -279,6 +286,17 @@ class SqliteStateStore(SqliteLetters):
         sql = "select stream, target, kind, message, at from faults where stream = ? order by id desc"
         rows = self._read(sql, (stream,))
         return [Fault(name, target, kind, text, datetime.fromisoformat(at)) for name, target, kind, text, at in rows]
+
+    def decide_ddl(self, stream: str, journal_id: str, seq: int, decided: Decided) -> None:
+        row = (stream, journal_id, seq, decided.decision.value, decided.at.isoformat())
+        with self._write("remember a decision") as db:
+            db.execute("insert or replace into ddl_decisions values (?, ?, ?, ?, ?)", row)
+        failpoint("state.ddl_decided")
+
+    def ddl_decisions(self, stream: str, journal_id: str) -> dict[int, Decided]:
+        statement = "select seq, decision, at from ddl_decisions where stream = ? and journal_id = ?"
+        found = self._read(statement, (stream, journal_id))
+        return {seq: Decided(Decision(decision), datetime.fromisoformat(at)) for seq, decision, at in found}
 
     def save_verification(self, stream: str, target: str, result: Json) -> None:
         with self._write("remember a comparison") as db:

@@ -1,0 +1,97 @@
+"""`millstream ddl`: schema changes on their way to targets, and what to do about those that wait."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from millstream.cli.output import Home, Json, console, print_json
+
+if TYPE_CHECKING:
+    from millstream.engine.engine import Engine
+    from millstream.registry.ddl import DdlEvent
+
+ddl = typer.Typer(
+    help="Look at schema changes on their way to targets, and approve or reject those that wait.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Stream = Annotated[str, typer.Argument(metavar="NAME", help="Name of the stream.", show_default=False)]
+Id = Annotated[int, typer.Argument(metavar="ID", help="The change, by its number in `ddl list`.", show_default=False)]
+
+
+@ddl.command(name="list")
+def list_events(
+    name: Stream,
+    pending: Annotated[bool, typer.Option("--pending", help="Only those that wait for a decision.")] = False,
+    home: Home = None,
+    json: Json = False,
+) -> None:
+    """List the schema changes of a stream's tables, oldest first."""
+    found = [one for one in _engine(home).ddl_events(name) if not pending or one.state == "pending"]
+    if json:
+        print_json([one.to_json() for one in found])
+    elif found:
+        _print(found)
+    else:
+        console().print("No schema change is here.")
+
+
+@ddl.command()
+def show(name: Stream, id: Id, home: Home = None, json: Json = False) -> None:
+    """Show one schema change: what is different, what was decided, which targets have it."""
+    found = _engine(home).ddl_event(name, id).to_json()
+    if json:
+        print_json(found)
+        return
+    out = console()
+    for key in ("stream", "id", "table", "version", "state", "policy", "decided_at", "fingerprint"):
+        out.print(f"{key.replace('_', ' ')}: {'-' if found[key] is None else found[key]}")
+    place = found["checkpoint"]
+    out.print(f"delivered before it: up to seq {place['seq']}; its position {place['position']}, {place['at']}")
+    for change in found["changes"]:
+        column, was, now = (change[part] for part in ("column", "before", "after"))
+        out.print(f"  {change['kind']} {column or ''}: {was or '-'} -> {now or '-'}")
+    for target, receipt in found["receipts"].items():
+        out.print(f"  target {target}: {receipt}")
+
+
+@ddl.command()
+def approve(name: Stream, id: Id, home: Home = None, json: Json = False) -> None:
+    """Let a schema change pass. Delivery that waits for it goes on at once, one that has failed is tried again."""
+    _decide(home, name, id, approved=True, json=json)
+
+
+@ddl.command()
+def reject(name: Stream, id: Id, home: Home = None, json: Json = False) -> None:
+    """Do not let a schema change pass: delivery fails there, with everything before it delivered."""
+    _decide(home, name, id, approved=False, json=json)
+
+
+def _decide(home: str | None, name: str, id: int, *, approved: bool, json: bool) -> None:
+    found = _engine(home).decide_ddl(name, id, approved=approved)
+    print_json(found.to_json()) if json else console().print(f"{id}: {found.state}")
+
+
+def _engine(home: str | None) -> Engine:
+    from millstream.engine.engine import Engine
+    from millstream.engine.home import Home as HomeDirectory
+
+    return Engine(HomeDirectory.locate(home))
+
+
+def _print(found: list[DdlEvent]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("id", "table", "version", "state", "policy", "at", "targets", "what changed"):
+        table.add_column(column, justify="right" if column in ("id", "version") else "left")
+    for one in found:
+        targets = ", ".join(f"{target} {receipt}" for target, receipt in one.receipts.items())
+        at, words = f"{one.version.checkpoint.wall:%Y-%m-%d %H:%M:%S}", [c.in_words() for c in one.version.changes]
+        where = (str(one.id), one.version.table, str(one.version.version), one.state, one.policy.value, at)
+        table.add_row(*where, targets, "; ".join(words))
+    console().print(table)

@@ -1,0 +1,44 @@
+"""The schema changes of a home's streams: listed from journals and cursors, decided in the state store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from millstream.engine.gate import events
+from millstream.engine.home import Home
+from millstream.errors import ConfigError
+from millstream.journal import JournalReader, journal_exists
+from millstream.model import StreamSpec
+from millstream.registry.ddl import DdlEvent
+from millstream.registry.kinds import Decided, Decision
+from millstream.spark.tables import OwnTables
+from millstream.state.base import StateStore
+
+
+def events_of(home: Home, store: StateStore, stream: StreamSpec) -> list[DdlEvent]:
+    """Every schema change of the stream's tables, oldest first; none while nothing was captured."""
+    path = home.journal_path(stream.source.name)
+    if not journal_exists(path):
+        return []
+    captured = tuple(store.captured(stream.source.name))
+    tables = None if set(captured) <= set(stream.source.tables) else OwnTables(stream.source.tables, captured)
+    return events(stream, JournalReader([str(path)]), tables, store)
+
+
+def one_of(found: Sequence[DdlEvent], stream: str, id: int) -> DdlEvent:
+    """The event with this number."""
+    for one in found:
+        if one.id == id:
+            return one
+    raise ConfigError(f"stream {stream} has no schema change {id}", hint=f"see `millstream ddl list {stream}`")
+
+
+def decide(home: Home, store: StateStore, stream: StreamSpec, id: int, *, approved: bool) -> None:
+    """Write a decision down. Raises ConfigError for a change that every target has: nothing could come of it."""
+    found = one_of(events_of(home, store, stream), stream.name, id)
+    if found.state == "applied":
+        raise ConfigError(f"schema change {id} of stream {stream.name} is applied at every target already")
+    journal = JournalReader([str(home.journal_path(stream.source.name))]).header().journal_id
+    decision = Decision.APPROVED if approved else Decision.REJECTED
+    store.decide_ddl(stream.name, journal, id, Decided(decision, datetime.now(UTC)))
