@@ -74,22 +74,6 @@ def test_delivery_waits_before_the_transaction_until_it_is_approved(
         engine.decide_ddl("shop", 4, approved=False)
 
 
-def test_a_gate_stays_closed_over_a_restart(engine: Engine, script: Script, tmp_path: Path, watching: Watching) -> None:
-    gated(engine, script, tmp_path)
-    fill(script)
-    await_that(lambda: is_gated(engine))
-    engine.stop()
-    again = Engine(tmp_path / "home", observer=watching)
-    again.start()
-    try:
-        await_that(lambda: is_gated(again))
-        assert delivered(tmp_path) == BEFORE
-        again.decide_ddl("shop", 4, approved=True)
-        await_that(lambda: delivered(tmp_path) == delivered(tmp_path, target="copy") == AFTER)
-    finally:
-        again.stop()
-
-
 @pytest.mark.parametrize("policy", ["gate", "halt"])
 def test_what_is_rejected_or_halts_has_failed_until_it_is_approved(
     engine: Engine, script: Script, tmp_path: Path, policy: str

@@ -84,6 +84,7 @@ class Catalog:
         self._closed: list[View] = []
         self._relations: dict[int, Relation] = {}
         self._relations_bytes = 0
+        self._schemas: tuple[bytes, list[InForce]] = b"", []
         self._kept: OrderedDict[str, Records] = OrderedDict()
         self._growing: dict[str, Records] = {}
 
@@ -252,7 +253,10 @@ class Catalog:
             raw = self._files.read_all(SCHEMAS)
         except FileNotFoundError:
             return None
-        return parse_schemas(raw, head.seq)
+        if self._schemas[0] != raw:
+            # Whoever delivers looks with every batch, nearly always at the same lines.
+            self._schemas = raw, parse_schemas(raw)
+        return [one for one in self._schemas[1] if one.seq <= head.seq]
 
 
 def _closed(entries: Sequence[Entry]) -> Iterator[View]:
