@@ -59,6 +59,10 @@ BEFORE = "_ms_before"
 METADATA = (*(f.name for f in _FRONT), BEFORE, *(f.name for f in _BACK))
 """The names of our own columns, in order."""
 
+EPOCH = "_ms_epoch"
+"""What a changelog in a database or a lake has beside them once something was replayed to it: the number of that
+replay, NULL in rows that came for the first time."""
+
 COMMON = (*_FRONT, *_BACK)
 """Our own columns that have the same type for every table: all but `_ms_before`."""
 
@@ -89,7 +93,7 @@ def exposed(relation: Relation) -> Relation:
 
 
 def _is_ours(name: str) -> bool:
-    return name.lower() in METADATA or name.lower().startswith(BEFORE + ".")
+    return name.lower() in (*METADATA, EPOCH) or name.lower().startswith(BEFORE + ".")
 
 
 @lru_cache(maxsize=1024)

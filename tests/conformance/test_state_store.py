@@ -257,6 +257,15 @@ def test_the_last_comparison_of_each_target_is_remembered(store: StateStore) -> 
     assert store.verifications("shop") == {}
 
 
+def test_the_replay_of_a_target_is_kept_until_the_next_one(store: StateStore) -> None:
+    store.save_replay("shop", "log", {"state": "waiting"})
+    store.save_replay("shop", "log", {"state": "done"})
+    store.save_replay("bank", "log", {"state": "running"})
+    assert store.replays("shop") == {"log": {"state": "done"}}
+    store.delete_stream("shop")
+    assert (store.replays("shop"), store.replays("bank")) == ({}, {"log": {"state": "running"}})
+
+
 def test_a_request_is_answered_or_withdrawn_never_both(store: StateStore) -> None:
     first, second = store.submit("pause", {"name": "shop"}), store.submit("delete", {"name": "bank"})
     assert [(one.id, one.verb, one.arguments) for one in store.pending()] == [
@@ -436,7 +445,7 @@ def test_a_store_of_another_version_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "state.db") as db:
         db.execute("pragma user_version = 99")
     db.close()
-    with pytest.raises(StateError, match="has version 99, this program knows version 5"):
+    with pytest.raises(StateError, match="has version 99, this program knows version 6"):
         SqliteStateStore(tmp_path / "state.db")
 
 
@@ -457,6 +466,7 @@ def test_a_store_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> N
             "reloads",
             "verifications",
             "ddl_decisions",
+            "replays",
         )
         for table in tables:
             db.execute(f"drop table {table}")

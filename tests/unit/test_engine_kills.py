@@ -31,7 +31,7 @@ DELETION = (
 )
 OTHERS = (
     *("engine.stream_saved", "engine.pause_saved", "engine.resume_saved"),
-    *("engine.request_done", "engine.patterns_saved"),
+    *("engine.request_done", "engine.patterns_saved", "engine.replay_saved"),
 )
 
 
@@ -190,11 +190,13 @@ def test_a_replay_that_was_killed_leaves_nothing_out_and_nothing_twice(
     managing.kill_at("files.rewound", "replay", "shop")
     commits = tmp_path / "shop" / "log" / "_millstream" / "commits"
     assert len(list(commits.iterdir())) == 3, "one batch was taken back, then came the kill"
+    managing.kill_at("engine.replay_saved", "replay", "shop")
+    assert list(commits.iterdir()) == []
     with engine:
-        await_that(lambda: engine.get_status("shop").events_replicated == 5)
+        await_that(lambda: engine.get_status("shop").events_replicated == 8)
         assert delivered(tmp_path) == every
         engine.replay("shop", Checkpoint(1, 0, datetime.now(UTC)))
-        await_that(lambda: engine.get_status("shop").events_replicated == 8)
+        await_that(lambda: engine.get_status("shop").events_replicated == 12)
     assert delivered(tmp_path) == every
 
 
@@ -213,6 +215,11 @@ def test_the_command_reaches_a_run_from_another_process(
     await_that(lambda: engine.get_status("shop").lag_events == 1)
     assert CliRunner().invoke(app, ["resume", "shop", *home]).exit_code == 0
     await_that(lambda: delivered(tmp_path) == {"public.orders": [(1, "one")]})
+    done = CliRunner().invoke(app, ["replay", "shop", "--from-seq", "1", "--json", *home])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["targets"]["log"]["from_seq"] == 0
+    await_that(lambda: engine.get_status("shop").events_replicated == 2)
+    assert delivered(tmp_path) == {"public.orders": [(1, "one")]}
     engine.upsert_stream(stream(script, tmp_path, "bank", tables=("public.items",)))
     engine.await_ready("bank", 60)
     wrong = CliRunner().invoke(app, ["delete", "shoop", *home])

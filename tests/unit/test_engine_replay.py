@@ -10,7 +10,7 @@ import pytest
 
 from millstream import Checkpoint, Cursor, Engine, Mode, StreamState
 from millstream.engine.holders import holders
-from millstream.errors import NotSupported, OutOfRange
+from millstream.errors import NotReady, NotSupported, OutOfRange
 from millstream.state.memory import MemoryStateStore
 from millstream.testing import Script
 from tests.fixtures.delivery import commits_of
@@ -84,9 +84,12 @@ def test_what_cannot_be_replayed_is_refused_and_left_alone(engine: Engine, scrip
     with pytest.raises(OutOfRange):
         engine.replay("shop", datetime.now(UTC) - timedelta(days=1))
     shop = stream(script, tmp_path)
+    for limits in ({"until": 2}, {"tables": ["public.orders"]}):
+        with pytest.raises(NotSupported, match="a target of kind files takes whole batches back"):
+            engine.replay("shop", Checkpoint(0, 0, datetime.now(UTC)), **limits)  # type: ignore[arg-type]
     lane = replace(shop.targets[0], name="mirror", kind="sqlite", options={"path": str(tmp_path / "mirror.db")})
     engine.upsert_stream(replace(shop, targets=(*shop.targets, lane)))
-    with pytest.raises(NotSupported, match="target mirror of stream shop cannot be replayed"):
+    with pytest.raises(NotReady, match="target mirror of stream shop has got nothing from this journal yet"):
         engine.replay("shop", Checkpoint(0, 0, datetime.now(UTC)))
     engine.upsert_stream(replace(shop, mode=Mode.SNAPSHOT_THEN_CDC))
     with pytest.raises(OutOfRange, match="what it began with is not in the journal"):

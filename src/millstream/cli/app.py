@@ -19,6 +19,7 @@ from millstream.cli.dlq import dlq
 from millstream.cli.doctor import doctor
 from millstream.cli.journal import journal
 from millstream.cli.output import report_error
+from millstream.cli.replay import replay
 from millstream.cli.run import run
 from millstream.cli.schema import schema
 from millstream.cli.status import status
@@ -72,6 +73,7 @@ app.command(name="list")(list_streams)
 app.command()(status)
 app.command()(pause)
 app.command()(resume)
+app.command()(replay)
 app.command()(delete)
 app.add_typer(dlq, name="dlq")
 app.add_typer(ddl, name="ddl")

@@ -84,6 +84,7 @@ def _print_stream(stream: StreamStatus) -> None:
         )
     out.print(table)
     _print_tables(stream)
+    _print_replays(stream)
     _print_comparisons(stream)
     _print_troubles(stream)
 
@@ -128,6 +129,21 @@ def _print_source(stream: StreamStatus) -> None:
         out.print(f"  reading the log: {source.mode}, {size(source.behind_bytes)} behind")
     if source.bulk_refused:
         out.print(f"  source {source.name}: not read in bulk: {source.bulk_refused}", style="yellow")
+
+
+def _print_replays(stream: StreamStatus) -> None:
+    """What is delivered once more, and what became of that last."""
+    for target in stream.targets:
+        record = target.replay
+        if record is None:
+            continue
+        what = f"  target {target.name}: replay of seq {record['from_seq'] + 1:,} to {record['until_seq']:,}"
+        if record["state"] == "failed":
+            console().print(f"{what} ended: {record['error']}", style="red")
+        elif record["state"] == "done":
+            console().print(f"{what}: done")
+        else:
+            console().print(f"{what}: {record['state']}, {record['progress']:.0%}")
 
 
 def _print_comparisons(stream: StreamStatus) -> None:

@@ -14,16 +14,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from py4j.protocol import Py4JError
-from pyspark.errors import PySparkException, PythonException
+from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from millstream.config.kinds import is_mirror
 from millstream.engine.backoff import Backoff
 from millstream.engine.baseline import Baseline, BaselineStopped
 from millstream.engine.batch import BatchResult, run_batch
+from millstream.engine.delivery_errors import is_transient, kind_of, unexpected
 from millstream.engine.gate import GATE_SECONDS, AtGate, Gate
 from millstream.engine.letters import LetterBox
 from millstream.engine.opening import Opened, Opening, from_micros
+from millstream.engine.replaying import Replaying, ReplayStopped
 from millstream.engine.uncaptured import NoJournal
 from millstream.errors import JournalError, JournalMismatch, MillstreamError, OutOfRange, TargetError
 from millstream.failpoint import failpoint
@@ -103,6 +105,7 @@ class DeliveryQuery:
         )
         self._gate = Gate(stream, locations, store, tables)
         self._gated = False
+        self._replaying = Replaying(stream, target_spec, target, store, self._emit)
         self.stopping = threading.Event()
         """Set once `stop` was asked for; a batch that waits then gives up."""
         self._settled = threading.Event()
@@ -185,7 +188,7 @@ class DeliveryQuery:
         except MillstreamError as failed:
             self._fail(failed)
         except Exception as defect:  # noqa: BLE001 - whatever it is, the target must not look healthy
-            self._fail(_unexpected(defect))
+            self._fail(unexpected(defect))
         finally:
             if self.state not in (StreamState.COMPLETE, *BROKEN):
                 self.state = StreamState.STOPPED
@@ -199,11 +202,11 @@ class DeliveryQuery:
                 self._copy()
                 return False
             query = self._open()
-        except BaselineStopped:
+        except (BaselineStopped, ReplayStopped):
             return False
         except (MillstreamError, PySparkException, Py4JError) as failed:
             self._check_spark(failed)
-            if not _is_transient(failed):
+            if not is_transient(failed):
                 raise
             return self._pause(backoff, failed)
         failure = query.wait()
@@ -229,7 +232,7 @@ class DeliveryQuery:
     def _open(self) -> SliceQuery:
         if self._stream.mode is Mode.SNAPSHOT_THEN_CDC and self._opening.is_new():
             self._run_baseline()
-        reason, self._distrust = self._distrust, None
+        reason, self._distrust = self._distrust or self._replaying.reason(), None
         self._progressed = False
         opened = self._opening.open(reason)
         self._opened = opened
@@ -242,6 +245,7 @@ class DeliveryQuery:
                 Level.INFO if opened.reason == "first start" else Level.WARNING,
                 {"epoch": opened.epoch, "start_seq": opened.start_seq, "reason": opened.reason},
             )
+        self._replay(opened)
         self._await_gate(opened)
         self._parallel = cores_of(self._spark) if self._target.capabilities.parallel else 1
         options = SliceOptions(
@@ -272,6 +276,13 @@ class DeliveryQuery:
         if self.state is StreamState.GATED:
             self.error = None
             self._emit("delivery.gate_opened", "goes on: the schema change was approved", Level.INFO, {})
+
+    def _replay(self, opened: Opened) -> None:
+        """Deliver once more what was asked for; the query goes on where the target was before."""
+        if self._replaying.due() is not None:
+            self.state = StreamState.CATCHING_UP
+            self._settled.set()
+            self._replaying.run(self._spark, self._opening, opened, self.stopping)
 
     def _copy(self) -> None:
         """The baseline alone, for a target that has nothing. One that has something has all it will ever get."""
@@ -319,7 +330,7 @@ class DeliveryQuery:
     def _pause(self, backoff: Backoff, failure: Exception | None) -> bool:
         """Wait before the next try. False when the query was stopped meanwhile."""
         if self._once and backoff.attempts >= ONCE_TRIES:
-            raise failure if isinstance(failure, MillstreamError) else _unexpected(failure)
+            raise failure if isinstance(failure, MillstreamError) else unexpected(failure)
         self._settled.set()
         delay = backoff.next()
         self._retry_event(failure, delay, backoff.attempts)
@@ -360,7 +371,7 @@ class DeliveryQuery:
         except (AtGate, DeliveryStopped, CheckpointUnusable):
             raise
         except Exception as defect:
-            self._fatal = _unexpected(defect)
+            self._fatal = unexpected(defect)
             raise
         finally:
             with self._idle:
@@ -389,7 +400,7 @@ class DeliveryQuery:
                     # Not an error of ours: Spark cancelled the job because we asked it to.
                     raise DeliveryStopped from failed
                 self._check_spark(failed)
-                if not _is_transient(failed) or (self._once and backoff.attempts >= ONCE_TRIES):
+                if not is_transient(failed) or (self._once and backoff.attempts >= ONCE_TRIES):
                     raise
                 delay = backoff.next()
                 self._retry_event(failed, delay, backoff.attempts)
@@ -470,28 +481,10 @@ class DeliveryQuery:
     # What others see
 
     def _retry_event(self, failure: Exception | None, delay: float, failures: int) -> None:
-        why = failure.message if isinstance(failure, MillstreamError) else _kind(failure)
+        why = failure.message if isinstance(failure, MillstreamError) else kind_of(failure)
         self._retrying = why
         fields = {"error": type(failure).__name__, "delay_ms": round(delay * 1000), "failures": failures}
         self._emit("delivery.retry", f"{why}; trying again in {delay:.1f} s", Level.WARNING, fields)
 
     def _emit(self, kind: str, message: str, level: Level, fields: Json) -> None:
         self._observer.on_event(Event(kind, message, level, self._stream.name, self._spec.name, fields))
-
-
-def _is_transient(failed: Exception) -> bool:
-    """Our errors say it themselves. What Spark reports is a lost worker or executor, since a task names its own
-    errors; only a task that could not even begin gives a PythonException, and it never will begin."""
-    if isinstance(failed, MillstreamError):
-        return failed.transient
-    return not isinstance(failed, PythonException) and "PythonException" not in str(failed)
-
-
-def _unexpected(defect: Exception | None) -> TargetError:
-    """A stranger's error as ours, by its class alone: its words may hold a user's values."""
-    return TargetError(f"delivery ended: {_kind(defect)}", hint="see spark.log in the home's spark directory")
-
-
-def _kind(failure: Exception | None) -> str:
-    """A stranger's error by its class alone: its words may hold a user's values."""
-    return "the query ended" if failure is None else f"Spark reported {type(failure).__name__}"

@@ -18,11 +18,12 @@ from millstream.engine.faults import FaultLog
 from millstream.engine.home import Home
 from millstream.engine.operations import Operations
 from millstream.engine.redelivery import Outcome
+from millstream.engine.replay import Asked, Place
 from millstream.engine.requests import RequestDesk, as_arguments, ask, unpacked, verify_order
 from millstream.engine.status import StreamStatus, home_status
 from millstream.engine.verify_report import VerifyReport
 from millstream.errors import MillstreamError, NotReady, RequestFailed, UnknownStream
-from millstream.model import Checkpoint, Json, StreamSpec, StreamState
+from millstream.model import Json, StreamSpec, StreamState
 from millstream.observe import Event, Level, Observer, Observers
 from millstream.state.base import Letter, StateStore
 
@@ -183,18 +184,28 @@ class Engine:
         else:
             self._ask("resume", {"name": name, "target": target})
 
-    def replay(self, name: str, start: Checkpoint | datetime, target: str | None = None) -> None:
-        """Deliver once more what came after a checkpoint, or what was committed from a time on.
+    def replay(
+        self,
+        name: str,
+        start: Place,
+        target: str | None = None,
+        *,
+        tables: Sequence[str] = (),
+        until: datetime | int | str | None = None,
+    ) -> None:
+        """Deliver once more, out of the journal, what a target, or each of them, has had from `start` on.
 
-        For targets that can take their last batches back (`files`): nothing is there twice afterwards. It
-        begins with the batch in which the checkpoint lies. Raises NotSupported for a stream with another
-        target, unless one is named, and OutOfRange for what the journal does not have any more.
+        `start` is a checkpoint, a commit time, the seq of a change or a position of the source (text); transactions
+        come whole. A mirror gets what it lacks; a changelog gets the changes again, marked with the new epoch; `files`
+        takes its batches back, and gets them anew. `until` and `tables` (as `schema.table`) leave the rest out.
+        Returns when it is written down: status tells how far it is. Raises NotSupported (`until` at a mirror),
+        ConfigError, NotReady, and OutOfRange, which names the earliest change there is.
         """
+        asked = Asked(start, until, tuple(tables))
         if self.is_running:
-            self._do(lambda operations: operations.replay(name, start, target))
+            self._do(lambda operations: operations.replay(name, asked, target))
         else:
-            said = start.isoformat() if isinstance(start, datetime) else start.to_json()
-            self._ask("replay", {"name": name, "start": said, "target": target})
+            self._ask("replay", {"name": name, "asked": asked.to_json(), "target": target})
 
     # Beyond it
 

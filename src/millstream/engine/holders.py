@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from millstream.engine.replay import UNFINISHED
 from millstream.journal import Header
 from millstream.state.base import StateStore
 
@@ -32,7 +33,7 @@ def holders(store: StateStore, source: str, header: Header) -> list[Holder]:
         definition = store.get_stream(stream) or {}
         if definition.get("source", {}).get("name") != source:
             continue
-        gone = store.needs_reload(stream)
+        gone, replays = store.needs_reload(stream), store.replays(stream)
         for target in definition["targets"]:
             if target["name"] in gone:
                 continue
@@ -40,6 +41,9 @@ def holders(store: StateStore, source: str, header: Header) -> list[Holder]:
             # After a replay the target is before where it was.
             known = [*history, *filter(None, [store.get_cursor(stream, target["name"])])]
             here = [cursor.seq for cursor in known if cursor.journal_id == header.journal_id]
+            replay = replays.get(target["name"])
+            if replay is not None and replay["state"] in UNFINISHED:
+                here.append(replay["from_seq"])
             behind = not history or history[0].journal_id != header.journal_id
             found.append(Holder(stream, target["name"], header.first_seq - 1 if behind else min(here)))
     return sorted(found, key=lambda holder: holder.seq)

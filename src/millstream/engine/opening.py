@@ -126,6 +126,21 @@ class Opening:
         """Where the rows of a batch are. A batch that comes again may find them elsewhere, but the same."""
         return self._journal.slices(span)
 
+    def current_relations(self, span: SeqRange) -> frozenset[int]:
+        """The relations of a range under which each table has the columns that it has at the range's end."""
+        relations, last = self._journal.relations(), dict[int, tuple[int, int]]()
+        for piece in self._journal.slices(span) if span.start < span.end else ():
+            if piece.relation in relations:
+                oid = relations[piece.relation].oid
+                last[oid] = max(last.get(oid, (0, 0)), (min(piece.last_seq, span.end), piece.relation))
+        now = {oid: _columns(relations[number]) for oid, (_, number) in last.items()}
+        return frozenset(number for number, one in relations.items() if now.get(one.oid) == _columns(one))
+
+    def batch_end(self, start: int, max_events: int, max_bytes: int) -> int | None:
+        """Where a batch that starts there ends; None when the journal has nothing after it."""
+        planned = self._journal.plan_end(start, max_events=max_events, max_bytes=max_bytes)
+        return planned.end if planned else None
+
     def is_new(self) -> bool:
         """Whether the target itself has nothing. Raises as the target does."""
         self._open_target(self._journal.header(), ASKING)
@@ -331,6 +346,12 @@ class Opening:
         else:
             after = opened.plan.after_position
             self.save(opened, opened.seq, opened.header.start_position if after is None else after, None)
+
+
+def _columns(relation: Relation) -> tuple[object, ...]:
+    """What must be the same of two descriptions for a row under one to be a row under the other."""
+    columns = ((column.name, column.attnum, column.type_oid, column.type_mod) for column in relation.columns)
+    return relation.schema, relation.name, relation.identity, relation.key, *columns
 
 
 def from_micros(micros: int) -> datetime:

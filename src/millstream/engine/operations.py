@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from datetime import datetime
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
@@ -19,11 +18,11 @@ from millstream.engine.deletion import Deletion
 from millstream.engine.fit import open_target
 from millstream.engine.home import Home
 from millstream.engine.redelivery import Outcome, Redelivery
-from millstream.engine.replay import Replay
+from millstream.engine.replay import Asked, Replay
 from millstream.engine.status import unknown_stream
 from millstream.errors import ConfigError, MillstreamError, NotReady, RequestFailed, UnknownStream
 from millstream.failpoint import failpoint
-from millstream.model import Checkpoint, Json, Mode, StreamSpec
+from millstream.model import Json, Mode, StreamSpec
 from millstream.observe import Event, Level, Observer
 from millstream.sources import can_copy, open_source
 from millstream.state.base import Letter, StateStore
@@ -112,18 +111,20 @@ class Operations:
         said = "approved" if approved else "rejected"
         self._tell("stream.ddl_decided", f"schema change {id} was {said}", name)
 
-    def replay(self, name: str, start: Checkpoint | datetime, target: str | None = None) -> None:
-        """Deliver once more what came after the checkpoint, or what was committed from a time on.
+    def replay(self, name: str, asked: Asked, target: str | None = None) -> None:
+        """Have targets get once more what they have had. A paused one gets it when it goes on.
 
-        It begins with the batch that this lies in. Raises NotSupported and OutOfRange before anything is changed.
+        Raises NotSupported, NotReady, ConfigError and OutOfRange before anything is changed.
         """
         targets = self._targets(name, target)
-        replay = Replay(self._home, self._spec(name), targets, start)
+        replay = Replay(self._home, self._store, self._spec(name), targets, asked)
         replay.check()
         if self._running is not None:
+            if self._running.comparing(name):
+                raise RequestFailed(f"stream {name} is being compared with its source", hint="replay after that")
             self._running.stop_targets(name, targets)
         replay.run()
-        self._tell("stream.replayed", f"{self._what(name, target)} is replayed from seq {replay.seq}", name, target)
+        self._tell("stream.replayed", f"{self._what(name, target)} is replayed from seq {replay.seq + 1}", name, target)
 
     def retry_letters(self, ids: Sequence[int]) -> list[Outcome]:
         """Deliver dead letters once more, each only if its row was not written since. Their targets pause for it.

@@ -1,54 +1,218 @@
-"""Delivering once more what came after a checkpoint, at targets that can take their last batches back.
+"""Delivering once more what targets have had: what is asked, whether it can be, and writing it down.
 
-The target goes back to the end of an earlier batch; delivery then sees that it is behind its saved cursor,
-and begins a new epoch there. The changes come from the journal: the source is not asked.
+There are two ways. A target that can take its last batches back (`files`, when all of them are to come again) goes back
+to the end of an earlier batch; delivery sees that it is behind its saved cursor, and begins a new epoch there.
+Every other target stays where it is: the replay is written down, and the delivery runs it before it goes on
+(`engine.replaying`). The changes come from the journal either way: the source is not asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from difflib import get_close_matches
+from typing import Any
 
 from millstream.engine.fit import open_target
 from millstream.engine.home import Home
-from millstream.errors import NotSupported, OutOfRange
+from millstream.errors import ConfigError, NotReady, NotSupported, OutOfRange
+from millstream.failpoint import failpoint
 from millstream.journal import JournalReader
-from millstream.model import Checkpoint, Mode, StreamSpec
-from millstream.targets.base import Rewinding, TargetCursor
+from millstream.model import Checkpoint, Json, Mode, StreamSpec
+from millstream.sources.patterns import matcher
+from millstream.sources.positions import parse_position
+from millstream.state.base import StateStore
+from millstream.targets.base import Replayable, Rewinding, Target, TargetCursor
+
+Place = Checkpoint | datetime | int | str
+"""After a checkpoint; from a commit time on; from the change with a seq on; from a position of the source on (text)."""
+
+RELOAD = (
+    "replay from there on, or give the stream a new target (another name, an empty place), which begins with all rows"
+)
+
+WAITING, RUNNING, REWOUND, DONE, FAILED = "waiting", "running", "rewound", "done", "failed"
+UNFINISHED = (WAITING, RUNNING)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be delivered once more. `until` is where it ends; None: where each target is."""
+
+    start: Place
+    until: datetime | int | str | None = None
+    tables: tuple[str, ...] = ()
+
+    def to_json(self) -> Json:
+        until = None if self.until is None else _said(self.until)
+        return {"start": _said(self.start), "until": until, "tables": list(self.tables)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Asked:
+        until = None if value["until"] is None else _meant(value["until"])
+        assert not isinstance(until, Checkpoint)  # noqa: S101 - nobody says so
+        return cls(_meant(value["start"]), until, tuple(value["tables"]))
+
+
+def _said(place: Place) -> Json:
+    if isinstance(place, Checkpoint):
+        return {"checkpoint": place.to_json()}
+    if isinstance(place, datetime):
+        return {"time": place.isoformat()}
+    return {"seq" if isinstance(place, int) else "position": place}
+
+
+def _meant(value: Mapping[str, Any]) -> Place:
+    ((kind, said),) = value.items()
+    if kind == "checkpoint":
+        return Checkpoint.from_json(said)
+    if kind == "time":
+        return datetime.fromisoformat(said)
+    return int(said) if kind == "seq" else str(said)
+
+
+def waiting(start: int, until: int, tables: Sequence[str] = (), *, newest_first: bool) -> Json:
+    """A replay of the changes with start < seq <= until, as it is written down.
+
+    `done_seq` is up to where, or newest first down to where, it is done; `epoch` marks it once it has begun.
+    """
+    return {
+        "state": WAITING,
+        "from_seq": start,
+        "until_seq": until,
+        "done_seq": None,
+        "events": 0,
+        "tables": list(tables),
+        "newest_first": newest_first,
+        "epoch": None,
+        "asked_at": datetime.now(UTC).isoformat(),
+        "finished_at": None,
+        "error": None,
+    }
 
 
 class Replay:
     """Of some targets of a stream. `check` changes nothing; `run` may only be called while none of them delivers."""
 
-    def __init__(self, home: Home, stream: StreamSpec, targets: Sequence[str], start: Checkpoint | datetime) -> None:
+    def __init__(self, home: Home, store: StateStore, stream: StreamSpec, targets: Sequence[str], asked: Asked) -> None:
+        self._store = store
         self._stream = stream
+        self._asked = asked
         self._reader = JournalReader([str(home.journal_path(stream.source.name))])
         self._targets = {spec.name: open_target(spec) for spec in stream.targets if spec.name in targets}
-        self._start = start
         self.seq = 0
+        """Changes after this one come again."""
+        self._until: int | None = None
 
     def check(self) -> None:
-        """Raise NotSupported, or OutOfRange, before anything is changed."""
+        """Raise NotSupported, NotReady, ConfigError or OutOfRange before anything is changed."""
+        if self._stream.mode is Mode.SNAPSHOT:
+            raise NotSupported(
+                f"stream {self._stream.name} has mode snapshot: there are no changes to deliver once more",
+                hint="give it a new target for another copy",
+            )
+        self._check_tables()
         for name, target in self._targets.items():
-            if not isinstance(target, Rewinding):
-                raise NotSupported(
-                    f"target {name} of stream {self._stream.name} cannot be replayed: a target of kind {target.kind} "
-                    "does not take back what it has",
-                    hint="replay targets that write every change (kind files), or deliver to a new target",
-                )
-        if isinstance(self._start, datetime):
-            self.seq = self._reader.seq_at_time(round(self._start.timestamp() * 1_000_000))
-        else:
-            self.seq = self._start.seq
+            self._check_target(name, target)
+        self.seq = self._start()
+        if self._asked.until is not None:
+            self._until = self._end(self._asked.until)
+            if self._until <= self.seq:
+                raise ConfigError("nothing lies between the beginning and the end of this replay")
         for name, target in self._targets.items():
-            assert isinstance(target, Rewinding)  # noqa: S101 - looked at above
-            self._check_place(name, target.rewind(self._stream.name, name, self.seq, look_only=True))
+            if self._rewinds(target):
+                assert isinstance(target, Rewinding)  # noqa: S101 - just seen
+                self._check_place(name, target.rewind(self._stream.name, name, self.seq, look_only=True))
+            else:
+                self._check_retained()
 
     def run(self) -> None:
-        """Take the batches back. Killed in between, the target is at the end of another batch, and goes on there."""
+        """Take batches back, or write down what is to come again. Killed in between, the rest is not replayed."""
         for name, target in self._targets.items():
-            assert isinstance(target, Rewinding)  # noqa: S101 - `check` has looked
-            target.rewind(self._stream.name, name, self.seq)
+            cursor = self._store.get_cursor(self._stream.name, name)
+            end = cursor.seq if cursor else self.seq
+            until = max(self.seq, end if self._until is None else min(self._until, end))
+            newest_first = isinstance(target, Replayable) and target.mirrors
+            record = waiting(self.seq, until, self._asked.tables, newest_first=newest_first)
+            if self._rewinds(target):
+                assert isinstance(target, Rewinding)  # noqa: S101 - `check` has looked
+                place = target.rewind(self._stream.name, name, self.seq)
+                record |= {"state": REWOUND, "from_seq": place.seq if place else 0}
+            self._store.save_replay(self._stream.name, name, record)
+            failpoint("engine.replay_saved")
+
+    def _rewinds(self, target: Target) -> bool:
+        whole = self._asked.until is None and not self._asked.tables
+        return isinstance(target, Rewinding) and whole
+
+    def _check_target(self, name: str, target: Target) -> None:
+        what = f"target {name} of stream {self._stream.name}"
+        if self._rewinds(target):
+            return
+        if not isinstance(target, Replayable):
+            raise NotSupported(
+                f"{what} cannot be replayed like this: a target of kind {target.kind} takes whole batches back, and "
+                "only all of them",
+                hint="replay it without an end and without tables, or another target (--target)",
+            )
+        if target.mirrors and self._asked.until is not None:
+            raise NotSupported(
+                f"{what} is a mirror, which has one state: a replay that ends before it (until) has no meaning there",
+                hint="leave the end out, or replay a changelog (--target)",
+            )
+        cursor = self._store.get_cursor(self._stream.name, name)
+        if cursor is None or cursor.journal_id != self._reader.header().journal_id:
+            raise NotReady(f"{what} has got nothing from this journal yet", hint="replay it when it has")
+
+    def _check_tables(self) -> None:
+        known = sorted({one.table for one in self._reader.relations().values() if matcher(self._own())(one)})
+        for table in self._asked.tables:
+            if table not in known:
+                near = get_close_matches(table, known, n=1)
+                there = f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'no table yet'}"
+                raise ConfigError(f"the journal has no changes of {table} for stream {self._stream.name}: {there}")
+
+    def _own(self) -> tuple[str, ...]:
+        return self._stream.source.tables
+
+    def _start(self) -> int:
+        start = self._asked.start
+        if isinstance(start, Checkpoint):
+            return self._whole(start.seq + 1) if self._within(start.seq) else start.seq
+        if isinstance(start, datetime):
+            return self._reader.seq_at_time(round(start.timestamp() * 1_000_000))
+        if isinstance(start, int):
+            return self._whole(start) if self._within(start - 1) else start - 1
+        return self._reader.seq_at_position(parse_position(self._reader.header().source_kind, start))
+
+    def _end(self, until: datetime | int | str) -> int:
+        if isinstance(until, int):
+            planned = self._reader.plan_end(until - 1, max_events=1, max_bytes=1) if self._within(until - 1) else None
+            return planned.end if planned else until
+        if isinstance(until, datetime):
+            return self._reader.seq_at_time(round(until.timestamp() * 1_000_000))
+        return self._reader.seq_at_position(parse_position(self._reader.header().source_kind, until))
+
+    def _within(self, seq: int) -> bool:
+        """Whether a change after this one is in the journal."""
+        head = self._reader.head()
+        return head is not None and self._reader.first_seq() - 1 <= seq < head.seq
+
+    def _whole(self, seq: int) -> int:
+        """The last seq before the transaction that a change is in."""
+        planned = self._reader.plan_end(seq - 1, max_events=1, max_bytes=1)
+        cut = self._reader.cut_at(planned.end) if planned else None
+        return self._reader.seq_at_position(cut.commit_position) if cut else seq - 1
+
+    def _check_retained(self) -> None:
+        retained = self._reader.retained()
+        first, head = retained.earliest.seq, self._reader.head()
+        if self.seq + 1 < first:
+            refused = retained.earliest.refuse(f"seq {self.seq + 1}", self._reader.header().source_kind)
+            raise OutOfRange(refused.message, hint=RELOAD)
+        if head is not None and self.seq > head.seq:
+            raise OutOfRange(f"seq {self.seq + 1} is beyond the journal's end, {head.seq}", hint="nothing is there yet")
 
     def _check_place(self, name: str, place: TargetCursor | None) -> None:
         """Everything after that place must still be in this journal."""
@@ -58,11 +222,12 @@ class Replay:
             if self._stream.mode is not Mode.CDC or not whole:
                 raise OutOfRange(
                     f"target {name} has no batch that ends at or before seq {self.seq}, and what it began with is not "
-                    "in the journal",
-                    hint=f"replay from a later checkpoint; the journal begins at seq {first}",
+                    f"in the journal, which begins at seq {first}",
+                    hint="replay from a later checkpoint, or give the stream a new target, which begins with all rows",
                 )
         elif place.journal_id != header.journal_id or place.seq + 1 < first:
             raise OutOfRange(
-                f"target {name} would go on after seq {place.seq}, which the journal does not have any more",
-                hint=f"replay from a later checkpoint; the journal begins at seq {first}",
+                f"target {name} would go on after seq {place.seq}, which the journal does not have any more: it begins "
+                f"at seq {first}",
+                hint=RELOAD,
             )

@@ -113,6 +113,8 @@ class Reporter:
         if stream.mode is Mode.SNAPSHOT:
             copied = states == [StreamState.COMPLETE] * len(stream.targets)
             return StreamState.COMPLETE if copied else StreamState.CREATED
+        if StreamState.CATCHING_UP in states:
+            return StreamState.CATCHING_UP
         end = capture.source.get("seq")
         cursors = [cursor for cursor in self._store.cursors(stream.name) if cursor.target in flowing]
         behind = end is not None and any(cursor.seq < end for cursor in cursors)

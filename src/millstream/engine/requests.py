@@ -19,9 +19,10 @@ from millstream.config.definition import definition, from_definition, has_secret
 from millstream.engine.faults import FaultLog
 from millstream.engine.home import Home
 from millstream.engine.operations import Operations
+from millstream.engine.replay import Asked
 from millstream.errors import ConfigError, HomeLocked, MillstreamError, RequestFailed
 from millstream.failpoint import failpoint
-from millstream.model import Checkpoint, Json, StreamSpec
+from millstream.model import Json, StreamSpec
 from millstream.observe import Observer
 from millstream.state.base import Request, StateStore
 
@@ -46,7 +47,7 @@ def perform(operations: Operations, verb: str, arguments: Mapping[str, Any]) -> 
     elif verb == "resume":
         operations.resume(arguments["name"], arguments["target"])
     elif verb == "replay":
-        operations.replay(arguments["name"], _start(arguments["start"]), arguments["target"])
+        operations.replay(arguments["name"], Asked.from_json(arguments["asked"]), arguments["target"])
     elif verb == "retry_letters":
         return {"letters": [one.to_json() for one in operations.retry_letters(arguments["ids"])]}
     elif verb == "purge_letters":
@@ -112,10 +113,6 @@ class RequestDesk:
         self._verifier.submit(order)
         self._taken.add(request.id)
         return None
-
-
-def _start(value: Mapping[str, Any] | str) -> Checkpoint | datetime:
-    return datetime.fromisoformat(value) if isinstance(value, str) else Checkpoint.from_json(value)
 
 
 def refuse_stale(request: Request) -> None:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from millstream.engine.home import Home, Owner
 from millstream.engine.journal_status import JournalStatus, from_us
+from millstream.engine.replay import DONE, REWOUND, RUNNING
 from millstream.engine.table_status import TableStatus, tables_of, together
 from millstream.errors import UnknownStream
 from millstream.model import Checkpoint, Cursor, Json, StreamState
@@ -137,6 +138,9 @@ class TargetStatus:
     """How far a comparison with the source is, while there is one."""
     verified: Mapping[str, Any] | None = None
     """What came of the last one: `TargetVerdict.to_json()`, or `error` if there was no answer."""
+    replay: Mapping[str, Any] | None = None
+    """The last replay that was asked for: `state` (waiting, running, done or failed), `from_seq` and `until_seq`,
+    `progress` from 0 to 1, `events`, `tables`, the `epoch` that marks it, when, and the `error` it ended with."""
 
 
 @dataclass(frozen=True)
@@ -394,7 +398,24 @@ def _target(
         tables=tables,
         verifying=None if runtime is None or _is_stale(runtime, owner) else report.verifying,
         verified=known.verified.get(name),
+        replay=_replay(known.replays.get(name), cursor),
     )
+
+
+def _replay(record: Json | None, cursor: Cursor | None) -> Json | None:
+    """A replay with how far it is. One by which a target was taken back is as far as its cursor."""
+    if record is None:
+        return None
+    start, end, done, state = record["from_seq"], record["until_seq"], record["done_seq"], record["state"]
+    if state == REWOUND:
+        done = min(end, cursor.seq if cursor else start)
+        state = DONE if done >= end else RUNNING
+    whole = max(1, end - start)
+    moved = 0 if done is None else max(done - start, 0)
+    if state != DONE and record["state"] != REWOUND and record.get("newest_first"):
+        moved = 0 if done is None else end - done
+    progress = 1.0 if state == DONE else round(moved / whole, 4)
+    return {**record, "state": state, "progress": progress}
 
 
 def _checkpoint(cursor: Cursor | None) -> Checkpoint | None:
@@ -416,6 +437,7 @@ class _Known:
         self.paused = store.paused(stream)
         self.verified = store.verifications(stream)
         self.reloads = store.needs_reload(stream)
+        self.replays = store.replays(stream)
 
     def dead_letters(self, target: str) -> int:
         return self._letters[target]

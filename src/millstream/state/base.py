@@ -248,6 +248,12 @@ class StateStore(Protocol):
     def verifications(self, stream: str) -> dict[str, Json]:
         """The same by target."""
 
+    def save_replay(self, stream: str, target: str, replay: Json) -> None:
+        """Remember what is to be delivered once more to a target, and how far that is, in place of the one before."""
+
+    def replays(self, stream: str) -> dict[str, Json]:
+        """The same by target."""
+
     def submit(self, verb: str, arguments: Json) -> int:
         """Ask the process that runs the home for something. Returns the request's id."""
 

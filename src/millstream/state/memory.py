@@ -83,6 +83,7 @@ class MemoryStateStore:
         self._faults: dict[str, list[Fault]] = {}
         self._verifications: dict[str, dict[str, Json]] = {}
         self._decisions: dict[str, dict[tuple[str, int], Decided]] = {}
+        self._replays: dict[str, dict[str, Json]] = {}
         self._requests: dict[int, Request] = {}
         self._ids = itertools.count(1)
 
@@ -112,6 +113,7 @@ class MemoryStateStore:
             self._faults.pop(name, None)
             self._verifications.pop(name, None)
             self._decisions.pop(name, None)
+            self._replays.pop(name, None)
             if source is not None:
                 self._acks.pop(source, None)
                 self._captured.pop(source, None)
@@ -286,6 +288,14 @@ class MemoryStateStore:
     def verifications(self, stream: str) -> dict[str, Json]:
         with self._lock:
             return copy.deepcopy(self._verifications.get(stream, {}))
+
+    def save_replay(self, stream: str, target: str, replay: Json) -> None:
+        with self._lock:
+            self._replays.setdefault(stream, {})[target] = copy.deepcopy(replay)
+
+    def replays(self, stream: str) -> dict[str, Json]:
+        with self._lock:
+            return copy.deepcopy(self._replays.get(stream, {}))
 
     def submit(self, verb: str, arguments: Json) -> int:
         with self._lock:

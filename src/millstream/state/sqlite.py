@@ -25,7 +25,7 @@ from millstream.state.base import FAULTS, EpochRecord, Fault, Request, Runtime, 
 from millstream.state.letters import SINCE_3, SqliteLetters, supersede
 from millstream.state.memory import HISTORY, refuse_epoch_below, refuse_going_back
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 _SCHEMA = """
 create table streams (name text primary key, definition text not null, updated_at text not null) without rowid;
@@ -82,13 +82,18 @@ create table ddl_decisions (
     primary key (stream, journal_id, seq)
 ) without rowid;
 """
-_STEPS = (_SCHEMA, _SINCE_2, SINCE_3, _SINCE_4, _SINCE_5)
+_SINCE_6 = """
+create table replays (
+    stream text not null, target text not null, replay text not null, primary key (stream, target)
+) without rowid;
+"""
+_STEPS = (_SCHEMA, _SINCE_2, SINCE_3, _SINCE_4, _SINCE_5, _SINCE_6)
 """What makes a store of each version from one of the version before."""
 
 _OF_A_STREAM = (
     *("cursors", "cursor_history", "epochs", "runtimes", "totals", "pauses", "deletions", "faults"),
     *("letters", "reloads"),
-    *("verifications", "ddl_decisions"),
+    *("verifications", "ddl_decisions", "replays"),
 )
 ANSWERS_KEPT = timedelta(hours=1)
 """How long an answer waits for the process that asked."""
@@ -306,6 +311,14 @@ class SqliteStateStore(SqliteLetters):
     def verifications(self, stream: str) -> dict[str, Json]:
         rows = self._read("select target, result from verifications where stream = ?", (stream,))
         return {target: json.loads(result) for target, result in rows}
+
+    def save_replay(self, stream: str, target: str, replay: Json) -> None:
+        with self._write("remember a replay") as db:
+            db.execute("insert or replace into replays values (?, ?, ?)", (stream, target, json.dumps(replay)))
+
+    def replays(self, stream: str) -> dict[str, Json]:
+        rows = self._read("select target, replay from replays where stream = ?", (stream,))
+        return {target: json.loads(replay) for target, replay in rows}
 
     def submit(self, verb: str, arguments: Json) -> int:
         with self._write("leave a request") as db:

@@ -213,6 +213,34 @@ class Rewinding(Protocol):
 
 
 @runtime_checkable
+class Replayable(Protocol):
+    """A target to which changes that it has had can be delivered once more, while its cursor stays where it is.
+
+    `mirrors` says what becomes of them. Where rows are kept by key (True), batches come newest first, and write only
+    what the target lacks: nothing of an intact one is touched, and no row that a newer change has removed comes
+    back, not even in between. Else batches come oldest first and are appended once more, marked with `mark`.
+    """
+
+    @property
+    def mirrors(self) -> bool: ...
+
+    def replayer(self, mark: int, *, messages: bool, current: frozenset[int]) -> Stager | Lane:
+        """The executor side for batches of the replay `mark`, for the open context. `messages`: logical ones too.
+
+        `current` are the relations under which tables are as the target has them: a mirror gets no others.
+
+        A batch that comes again, whoever brings it, changes nothing more. Raises TargetRefused when another run
+        has taken over.
+        """
+
+    def publish_replay(self, mark: int, range: SeqRange, receipts: Sequence[Receipt]) -> None:
+        """Make a batch visible; idempotent. A lane has written it already."""
+
+    def settle_replay(self) -> None:
+        """Forget what is remembered only while a replay runs. Before its first batch and after its last one."""
+
+
+@runtime_checkable
 class Rejecting(Protocol):
     """A target that can tell which rows it cannot take, so that they hold up nobody else. Its stager is a `Lane`."""
 

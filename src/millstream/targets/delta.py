@@ -18,7 +18,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -50,11 +50,12 @@ from millstream.targets.deltas.mirror import has_newer, mirror_schema, mirrored,
 from millstream.targets.deltas.misfits import misfits, row_error
 from millstream.targets.deltas.partitions import refuse_homeless_keys
 from millstream.targets.deltas.reading import MirrorReader, correct_mirror, table_path
+from millstream.targets.deltas.replaying import Tombstones, restore_runs, write_marked
+from millstream.targets.deltas.spool import Spooled, spool
 from millstream.targets.deltas.tables import Handle, lake_schema, open_table
 from millstream.targets.directory import OwnDirectory, as_target_errors, make_directory
 from millstream.targets.lanes.changelog import as_json
-from millstream.targets.lanes.lane import MESSAGES
-from millstream.targets.lanes.runs import Run, by_table, runs
+from millstream.targets.lanes.runs import Run
 from millstream.targets.lanes.tables import mirror_key
 from millstream.targets.rejects import AT_ONCE, Reject, RowsRejected, reject
 
@@ -142,6 +143,16 @@ class DeltaTarget:
     def redeliver(self, relation: Relation, relation_id: int, change: pa.Table) -> bool:
         return self.stager().redeliver(relation, relation_id, change)
 
+    def replayer(self, mark: int, *, messages: bool, current: frozenset[int]) -> DeltaLane:
+        return replace(self.stager(), replay=mark, messages=messages, current=current)
+
+    def publish_replay(self, mark: int, range: SeqRange, receipts: Sequence[Receipt]) -> None:
+        """Nothing: the task has committed it."""
+
+    def settle_replay(self) -> None:
+        with as_target_errors(self._directory.root):
+            shutil.rmtree(self._directory.own / "tombstones", ignore_errors=True)
+
     def reader(self) -> Reader:
         root = str(self._directory.root)
         if self._options.write == "mirror":
@@ -176,14 +187,21 @@ class DeltaLane:
     root: str
     options: DeltaOptions
     context: TargetContext
+    replay: int | None = None
+    """The number of the replay that this is for; None: batches are the next ones."""
+    messages: bool = True
+    current: frozenset[int] = frozenset()
+    """In a replay, the relations under which tables are as the mirror has them."""
 
     def deliver(self, batch: LaneBatch) -> bool:
         directory = OwnDirectory(Path(self.root))
+        if self.replay is not None:
+            return self._replay(batch, directory, self.replay)
         with as_target_errors(directory.root), tempfile.TemporaryDirectory(dir=directory.own / "staging") as scratch:
             if self._is_there(directory, batch.range):
                 return False
             # A table's commit cannot be taken back: all changes are there before the first one.
-            spooled = _spool(batch, Path(scratch), messages=self.options.write == "changelog")
+            spooled = spool(batch, Path(scratch), messages=self.options.write == "changelog")
             batch.check_complete()
             failpoint("delta.read")
             written = [self._write(table, batch) for table in spooled]
@@ -192,6 +210,29 @@ class DeltaLane:
                 directory.check_owner(self.context)
                 directory.write_commit(self.context, batch.range, batch.end_position, written)
             failpoint("delta.committed")
+        return True
+
+    @property
+    def soft(self) -> bool:
+        return self.options.deletes == "soft"
+
+    def _replay(self, batch: LaneBatch, directory: OwnDirectory, mark: int) -> bool:
+        """Deliver a batch once more. Each table is committed by itself; the cursor stays where it is."""
+        with as_target_errors(directory.root), tempfile.TemporaryDirectory(dir=directory.own / "staging") as scratch:
+            with directory.locked():
+                directory.check_owner(self.context)
+            logs = self.options.write == "changelog"
+            spooled = spool(batch, Path(scratch), messages=logs and self.messages)
+            batch.check_complete()
+            for table in spooled:
+                writer = _Writer(self, table.relation)
+                if logs:
+                    write_marked(writer, table.runs, _logged, mark)
+                elif mirror_key(table.relation):
+                    stones = Tombstones(directory.own / "tombstones" / writer.name)
+                    restore_runs(writer, table.runs, stones, batch.range, self)
+                writer.finish()
+            failpoint("replay.tables_committed")
         return True
 
     def _is_there(self, directory: OwnDirectory, range: SeqRange) -> bool:
@@ -210,7 +251,7 @@ class DeltaLane:
             directory.check_owner(self.context)
             return _Writer(self, relation).write_again(Run(relation, relation_id, change))
 
-    def _write(self, table: _Spooled, batch: LaneBatch) -> Json:
+    def _write(self, table: Spooled, batch: LaneBatch) -> Json:
         """Bring one table to the end of the batch. Returns what the batch's commit says of it."""
         writer, range = _Writer(self, table.relation), batch.range
         baseline = range.start == range.end
@@ -254,16 +295,16 @@ class _Writer:
         self._options = lane.options
         self._mirrors = lane.options.write == "mirror"
         self._owner = f"millstream/{lane.context.stream}/{lane.context.target}"
-        self._app = f"{self._owner}/{lane.context.journal_id}"
+        self.app = f"{self._owner}/{lane.context.journal_id}"
         self._path = table_path(lane.root, relation)
         self.name = self._path.name
         self._partition_by = lane.options.partition_by.get(relation.table, [])
 
     def write_changes(self, run: Run) -> None:
         """The changes of a run that the table does not have yet, in one commit that says so."""
-        wanted = self._schema(run.relation)
+        wanted = self.schema_of(run.relation)
         existing = Handle.existing(self._path)
-        known = existing.transaction_version(self._app) if existing else None
+        known = existing.transaction_version(self.app) if existing else None
         if known is not None and run.changes[SEQ][-1].as_py() <= known:
             # Of a batch that comes again. The table's columns may be those of later changes.
             return
@@ -272,18 +313,18 @@ class _Writer:
             changes = self._not_done(table, run.changes)
             if not changes.num_rows:
                 return
-            said = self._said(int(changes[SEQ][-1].as_py()))
+            said = self.said(int(changes[SEQ][-1].as_py()))
             if self._mirrors:
                 write_mirror(table, run.relation, changes, said, soft=self._options.deletes == "soft")
             else:
                 table.append(_logged(changes).cast(wanted), said)
 
-        self._try(wanted, run.relation, commit)
+        self.attempt(wanted, run.relation, commit)
         failpoint("delta.table_committed")
 
     def rejects(self, run: Run, scratch: Path, *, baseline: bool) -> list[Reject]:
         """The changes of a run that the table does not take, of those that it does not have yet."""
-        wanted = self._schema(run.relation)
+        wanted = self.schema_of(run.relation)
         table = open_table(self._path, run.relation.table, wanted, self._owner, self._partition_by)
         changes, soft = run.changes if baseline else self._not_done(table, run.changes), self._options.deletes == "soft"
         if not self._mirrors:
@@ -307,7 +348,7 @@ class _Writer:
             refuse_homeless_keys(relation.table, rows, table.partitions(), mirror_key(relation))
 
     def _not_done(self, table: Handle, changes: pa.Table) -> pa.Table:
-        done = table.transaction_version(self._app)
+        done = table.transaction_version(self.app)
         return changes if done is None else changes.filter(pc.greater(changes[SEQ], done))
 
     def write_again(self, run: Run) -> bool:
@@ -315,21 +356,21 @@ class _Writer:
         done = False
         existing = Handle.existing(self._path)
         if self._mirrors and existing is not None:
-            refuse_other_names(run.relation, existing.schema(), self._schema(run.relation))
+            refuse_other_names(run.relation, existing.schema(), self.schema_of(run.relation))
 
         def commit(table: Handle) -> None:
             nonlocal done
             if self._mirrors:
                 done, soft = not has_newer(table, run.relation, run.changes), self._options.deletes == "soft"
                 if done:
-                    write_mirror(table, run.relation, run.changes, self._said(None), soft=soft)
+                    write_mirror(table, run.relation, run.changes, self.said(None), soft=soft)
                 return
             events = table.read(["_ms_event_id"])["_ms_event_id"]
             done = not pc.any(pc.equal(events, run.changes["_ms_event_id"][0])).as_py()
             if done:
-                table.append(_logged(run.changes).cast(self._schema(run.relation)), self._said(None))
+                table.append(_logged(run.changes).cast(self.schema_of(run.relation)), self.said(None))
 
-        self._try(self._schema(run.relation), run.relation, commit)
+        self.attempt(self.schema_of(run.relation), run.relation, commit)
         return done
 
     def write_baseline(self, relation: Relation, found: Sequence[Run], seq: int) -> None:
@@ -340,7 +381,7 @@ class _Writer:
         if not found:
             self._clear(relation, seq)
         for number, run in enumerate(found):
-            wanted = self._schema(run.relation)
+            wanted = self.schema_of(run.relation)
             last = number == len(found) - 1
 
             def commit(table: Handle, run: Run = run, first: bool = number == 0, last: bool = last) -> None:
@@ -350,24 +391,24 @@ class _Writer:
                     self._check(run.relation, table, rows)
                 else:
                     rows = _logged(run.changes)
-                table.append(rows.cast(lake_schema(rows.schema)), self._said(seq if last else None), overwrite=first)
+                table.append(rows.cast(lake_schema(rows.schema)), self.said(seq if last else None), overwrite=first)
 
-            self._try(wanted, run.relation, commit)
+            self.attempt(wanted, run.relation, commit)
             failpoint("delta.baseline_part_committed")
 
     def _clear(self, relation: Relation, seq: int) -> None:
         if Handle.existing(self._path) is None:
             return
-        wanted = self._schema(relation)
-        self._try(wanted, relation, lambda table: table.append(wanted.empty_table(), self._said(seq), overwrite=True))
+        wanted = self.schema_of(relation)
+        self.attempt(wanted, relation, lambda table: table.append(wanted.empty_table(), self.said(seq), overwrite=True))
 
     def correct(self, wrong: Correction, seq: int) -> None:
         """Replace wrong rows. How far the table is stays as it is."""
-        wanted = self._schema(wrong.relation)
+        wanted = self.schema_of(wrong.relation)
         right = pa.Table.from_batches(list(wrong.rows), schema(wrong.relation))
         soft = self._options.deletes == "soft"
-        said = self._said(None)
-        self._try(wanted, wrong.relation, lambda table: correct_mirror(table, wrong, right, seq, said, soft=soft))
+        said = self.said(None)
+        self.attempt(wanted, wrong.relation, lambda table: correct_mirror(table, wrong, right, seq, said, soft=soft))
 
     def finish(self) -> int | None:
         """Keep the number of files small. Returns the table's version; None when there is no table."""
@@ -378,19 +419,22 @@ class _Writer:
             table.compact()
         return table.version()
 
-    def _schema(self, relation: Relation) -> pa.Schema:
+    def schema_of(self, relation: Relation) -> pa.Schema:
+        """The columns that the table has for a relation."""
         if self._mirrors:
             return lake_schema(mirror_schema(relation, soft=self._options.deletes == "soft"))
         return lake_schema(_logged(schema(relation).empty_table()).schema)
 
-    def _said(self, seq: int | None) -> CommitProperties:
+    def said(self, seq: int | None, app: str | None = None) -> CommitProperties:
+        """What a commit says: how far the table is then, in the words of an application."""
         from deltalake import CommitProperties, Transaction
 
-        transactions = [] if seq is None else [Transaction(self._app, seq)]
+        transactions = [] if seq is None else [Transaction(app or self.app, seq)]
         # No retry inside delta-rs: it would not look at the transaction again.
         return CommitProperties(app_transactions=transactions, max_commit_retries=0)
 
-    def _try(self, wanted: pa.Schema, relation: Relation, commit: Callable[[Handle], None]) -> None:
+    def attempt(self, wanted: pa.Schema, relation: Relation, commit: Callable[[Handle], None]) -> None:
+        """Commit to the table, made or completed to have these columns; again if somebody else was faster."""
         from deltalake.exceptions import CommitFailedError, DeltaError
 
         constant = constants(relation) if self._mirrors else None
@@ -428,42 +472,11 @@ class DeltaRepairer:
                 failpoint("repair.table_committed")
 
 
-@dataclass(frozen=True)
-class _Spooled:
-    """The changes of one table on disk: each of `runs` reads one back."""
-
-    relation: Relation
-    runs: Sequence[Callable[[], Run]]
-
-
 def _rejects(run: Run, missing: MissingBase) -> list[Reject]:
     rows = run.changes.filter(pc.is_in(run.changes[SEQ], pa.array(missing.seqs, pa.int64())))
     key = mirror_key(run.relation)
     each = (rows.slice(number, 1) for number in range(rows.num_rows))
     return [reject(run.relation, run.relation_id, row, key, missing) for row in each]
-
-
-def _spool(batch: LaneBatch, scratch: Path, *, messages: bool) -> list[_Spooled]:
-    tables = []
-    for number, parts in enumerate(by_table(batch.parts)):
-        found: list[Callable[[], Run]] = []
-        for run in runs(parts):
-            if run.relation_id != MESSAGES or messages:
-                found.append(_kept(run, scratch / f"{number}-{len(found)}.arrow"))
-        if found or batch.range.start == batch.range.end:
-            tables.append(_Spooled(parts[-1].relation, found))
-    return tables
-
-
-def _kept(run: Run, path: Path) -> Callable[[], Run]:
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, run.changes.schema) as writer:
-        writer.write_table(run.changes)
-
-    def read() -> Run:
-        with pa.memory_map(str(path)) as file:
-            return Run(run.relation, run.relation_id, pa.ipc.open_file(file).read_all())
-
-    return read
 
 
 def _logged(changes: pa.Table) -> pa.Table:

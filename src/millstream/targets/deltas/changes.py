@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.json
 from pyarrow import types
 
-from millstream.changelog import BEFORE, METADATA
+from millstream.changelog import BEFORE, EPOCH, METADATA
 from millstream.errors import VerifyFailed
 from millstream.latest import whole
 from millstream.model import Relation
@@ -31,10 +31,13 @@ class DeltaChanges:
         table = Handle.existing(table_path(self.root, relation))
         if table is None:
             return None
-        own = [name for name in table.schema().names if name not in METADATA]
+        names = table.schema().names
+        own = [name for name in names if name not in (*METADATA, EPOCH)]
+        # What came once more is there the first time as well.
+        first = pc.field(EPOCH).is_null() if EPOCH in names else None
         # Without a key a row is known by all of itself.
         key = mirror_key(relation) or own
-        held = (pa.Table.from_batches([batch]) for batch in table.batches(0, 1, [*own, *METADATA], None))
+        held = (pa.Table.from_batches([batch]) for batch in table.batches(0, 1, [*own, *METADATA], first))
         by = table.partitions()
         return (restored(_with_old_keys(part, key, relation.table), by) for part in held if part.num_rows)
 

@@ -47,6 +47,13 @@ def write_mirror(table: Handle, relation: Relation, changes: pa.Table, said: Com
     found = latest(changes, key)
     if found.missing:
         raise _missing(relation, found.missing)
+    merge_latest(table, relation, found, key, said, soft=soft)
+
+
+def merge_latest(
+    table: Handle, relation: Relation, found: Latest, key: tuple[str, ...], said: CommitProperties, *, soft: bool
+) -> None:
+    """One commit with what is gone and with the rows, unless the table has newer ones."""
     rows = _completed(table, relation, found, key)
     refuse_homeless_keys(relation.table, rows, table.partitions(), key)
     if found.truncated is not None:
@@ -94,7 +101,7 @@ def has_newer(table: Handle, relation: Relation, change: pa.Table) -> bool:
         return False
     found = latest(change, key)
     rows = found.rows if found.rows.num_rows else found.gone
-    there = _held(table, rows.select(list(key)), key, [SEQ])
+    there = rows_under(table, rows.select(list(key)), key, [SEQ])
     return bool(there.num_rows) and there[SEQ][0].as_py() >= rows[SEQ][0].as_py()
 
 
@@ -125,7 +132,7 @@ def _completed(table: Handle, relation: Relation, found: Latest, key: tuple[str,
     if not found.kept or found.base is None:
         return rows.select(order)
     lacking = np.flatnonzero(reduce(np.logical_or, found.kept.values()))
-    held = _held(table, found.base.take(whole_numbers(lacking)), key, list(found.kept))
+    held = rows_under(table, found.base.take(whole_numbers(lacking)), key, list(found.kept))
     if held.num_rows < len(lacking):
         without = np.setdiff1d(np.arange(len(lacking)), held[_PLACE].to_numpy())
         raise _missing(relation, found.rows[SEQ].take(whole_numbers(lacking[without])).to_pylist())
@@ -139,7 +146,7 @@ def _completed(table: Handle, relation: Relation, found: Latest, key: tuple[str,
     return rows.set_column(rows.column_names.index(SPECIAL), SPECIAL, special).select(order)
 
 
-def _held(table: Handle, base: pa.Table, key: tuple[str, ...], columns: list[str]) -> pa.Table:
+def rows_under(table: Handle, base: pa.Table, key: tuple[str, ...], columns: list[str]) -> pa.Table:
     """For each key its row in the table, and which key it was (`_ms_place`)."""
     there = table.read([*dict.fromkeys([*key, *columns]), SPECIAL])
     there = there.append_column("_ms_row", whole_numbers(np.arange(there.num_rows)))

@@ -107,6 +107,12 @@ class Handle:
 
         return cls(DeltaTable(str(path), version=version)) if DeltaTable.is_deltatable(str(path)) else None
 
+    def renewed(self) -> Handle:
+        """The table as it is now."""
+        from deltalake import DeltaTable
+
+        return Handle(DeltaTable(self._table.table_uri))
+
     def owner(self) -> str | None:
         """Who made the table, by its description."""
         description: str | None = self._table.metadata().description

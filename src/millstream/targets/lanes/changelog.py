@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -14,8 +16,8 @@ from millstream.wire.json_columns import json_text
 _AS_JSON = (BEFORE, "_ms_unchanged", "_ms_special")
 
 
-def write_changes(db: Database, prepared: Prepared, changes: pa.Table) -> None:
-    """Append the changes of one relation. Structs, lists and maps of ours are JSON text."""
+def write_changes(db: Database, prepared: Prepared, changes: pa.Table, more: Sequence[Values] = ()) -> None:
+    """Append the changes of one relation, with `more` columns. Structs, lists and maps of ours are JSON text."""
     special = special_texts(changes)
     types = db.metadata_types()
     values = [Values(column, whole(changes[column.name]), special.get(column.name)) for column in prepared.columns]
@@ -23,7 +25,7 @@ def write_changes(db: Database, prepared: Prepared, changes: pa.Table) -> None:
         if name in changes.column_names:
             array = whole(changes[name])
             values.append(Values(ColumnDef(name, types[name]), as_json(array) if name in _AS_JSON else array))
-    db.insert(prepared.table, values)
+    db.insert(prepared.table, [*values, *more])
 
 
 def as_json(array: pa.Array) -> pa.StringArray:

@@ -274,8 +274,10 @@ OWN = {
     "tables": "(name text PRIMARY KEY, stream text NOT NULL, target text NOT NULL, write text NOT NULL, "
     "key text NOT NULL)",
     "columns": "(name text PRIMARY KEY, stream text NOT NULL, target text NOT NULL, numbers text NOT NULL)",
+    "tombstones": "(stream text NOT NULL, target text NOT NULL, name text NOT NULL, key text NOT NULL, "
+    "seq bigint NOT NULL, PRIMARY KEY (stream, target, name, key))",
 }
-"""Our own tables, by name. A cursor without seq has never been delivered to."""
+"""Our own tables, by name. A cursor without seq has never been delivered to. Tombstones are there during a replay."""
 
 
 def quoted(name: str) -> str:

@@ -35,6 +35,7 @@ from millstream.targets.lanes.evolving import refresh, refuse_other_names
 from millstream.targets.lanes.isolating import Isolating
 from millstream.targets.lanes.mirror import clear, has_newer, insert_rows, write_run
 from millstream.targets.lanes.reading import LaneReader, SqlRepairer
+from millstream.targets.lanes.replaying import ReplayLane, forget_tombstones, replay_name
 from millstream.targets.lanes.runs import Run, ahead, by_table, runs
 from millstream.targets.lanes.tables import Prepared, mirror_key, prepare
 
@@ -213,6 +214,16 @@ class LaneTarget:
     def repairer(self) -> SqlRepairer:
         return SqlRepairer(self._database, self._options, self._opened())
 
+    def replayer(self, mark: int, *, messages: bool, current: frozenset[int]) -> ReplayLane:
+        return ReplayLane(self._database, self._options, self._opened(), mark, messages, current)
+
+    def publish_replay(self, mark: int, range: SeqRange, receipts: Sequence[Receipt]) -> None:
+        """Nothing: the task has committed it."""
+
+    def settle_replay(self) -> None:
+        with self._asking() as db, db.transaction():
+            forget_tombstones(db, self._opened())
+
     def release(self, stream: str, target: str) -> None:
         """The tables stay as they are, and belong to nobody; the next stream may take them over."""
         db = self._asking()
@@ -221,8 +232,10 @@ class LaneTarget:
         with db, db.transaction():
             if not db.has_own():
                 return
+            db.create_own()
             for name in OWN:
                 db.run(f"DELETE FROM {db.own(name)} WHERE stream = ? AND target = ?", (stream, target))
+            db.run(f"DELETE FROM {db.own('cursors')} WHERE stream = ? AND target = ?", (stream, replay_name(target)))
             db.unmark(stream, target)
 
     def close(self) -> None:

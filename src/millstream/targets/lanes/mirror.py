@@ -35,7 +35,7 @@ from millstream.targets.lanes.tables import SPECIAL, Prepared
 def write_run(db: Database, prepared: Prepared, changes: pa.Table, *, soft: bool, found: Latest | None = None) -> None:
     """Write changes of one relation, which are in seq order, to its mirror. `found`: they are folded already."""
     if prepared.key:
-        _Mirror(db, prepared, soft).write(found or latest(changes, prepared.key))
+        Mirror(db, prepared, soft).write(found or latest(changes, prepared.key))
     else:
         _append(db, prepared, changes, soft)
 
@@ -50,7 +50,7 @@ def _append(db: Database, prepared: Prepared, changes: pa.Table, soft: bool) -> 
         )
     cut = np.flatnonzero(op == Op.TRUNCATE)
     if len(cut):
-        db.remove(partial(_Mirror(db, prepared, soft).truncate, int(changes[SEQ][int(cut[-1])].as_py())))
+        db.remove(partial(Mirror(db, prepared, soft).truncate, int(changes[SEQ][int(cut[-1])].as_py())))
         changes = changes.slice(int(cut[-1]) + 1)
     if changes.num_rows:
         insert_rows(db, prepared, changes, soft=soft)
@@ -58,7 +58,7 @@ def _append(db: Database, prepared: Prepared, changes: pa.Table, soft: bool) -> 
 
 def clear(db: Database, prepared: Prepared, seq: int, *, soft: bool) -> bool:
     """Remove what is older than a baseline of this version. Returns whether the table is empty then."""
-    db.remove(partial(_Mirror(db, prepared, soft).truncate, seq))
+    db.remove(partial(Mirror(db, prepared, soft).truncate, seq))
     return not db.rows(f"SELECT 1 FROM {prepared.table} LIMIT 1")
 
 
@@ -67,7 +67,7 @@ def has_newer(db: Database, prepared: Prepared, change: pa.Table) -> bool:
     if not prepared.key or one_letter(whole(change["_ms_op"]))[0] == Op.TRUNCATE:
         return False
     found = latest(change, prepared.key)
-    mirror = _Mirror(db, prepared, False)
+    mirror = Mirror(db, prepared, False)
     rows = found.rows if found.rows.num_rows else found.gone
     stage = db.stage(f"asked_{prepared.relation_id}", mirror.keys(rows))
     there = f"{prepared.table} AS t, {stage} AS s WHERE {matches(prepared.key)}"
@@ -78,7 +78,7 @@ def insert_rows(db: Database, prepared: Prepared, changes: pa.Table, *, soft: bo
     """Add rows that the table does not have: no key has to be looked up for that."""
     own = [name for name in prepared.names if name != SPECIAL]
     found = Latest(None, changes.select([]), changes.select([*own, SEQ]), special=special_texts(changes))
-    rows = _Mirror(db, prepared, soft).named(found, np.arange(changes.num_rows))
+    rows = Mirror(db, prepared, soft).named(found, np.arange(changes.num_rows))
     if soft:
         rows.append(Values(ColumnDef("_ms_deleted", db.boolean), _truths(np.zeros(changes.num_rows, bool))))
     db.insert(prepared.table, rows)
@@ -96,7 +96,7 @@ def rewrite(
 ) -> None:
     """Put rows in the place of wrong ones, with the version `seq`: those under the keys `stale` and `gone` count as
     older than anything. `right` are changes of which every row is written."""
-    mirror = _Mirror(db, prepared, soft)
+    mirror = Mirror(db, prepared, soft)
     for keys, remove in ((stale, False), (gone, True)):
         if keys.num_rows:
             mirror.make_way(keys, remove=remove)
@@ -108,7 +108,9 @@ def rewrite(
         mirror.write(Latest(None, changes.slice(0, 0), changes.select([*own, SEQ]), special=special_texts(changes)))
 
 
-class _Mirror:
+class Mirror:
+    """What is written to one mirror, as one relation sees it."""
+
     def __init__(self, db: Database, prepared: Prepared, soft: bool) -> None:
         self._db = db
         self._it = prepared

@@ -1,0 +1,25 @@
+"""What a delivery makes of errors: ours, Spark's, and those of strangers."""
+
+from __future__ import annotations
+
+from pyspark.errors import PythonException
+
+from millstream.errors import MillstreamError, TargetError
+
+
+def is_transient(failed: Exception) -> bool:
+    """Our errors say it themselves. What Spark reports is a lost worker or executor, since a task names its own
+    errors; only a task that could not even begin gives a PythonException, and it never will begin."""
+    if isinstance(failed, MillstreamError):
+        return failed.transient
+    return not isinstance(failed, PythonException) and "PythonException" not in str(failed)
+
+
+def unexpected(defect: Exception | None) -> TargetError:
+    """A stranger's error as ours, by its class alone: its words may hold a user's values."""
+    return TargetError(f"delivery ended: {kind_of(defect)}", hint="see spark.log in the home's spark directory")
+
+
+def kind_of(failure: Exception | None) -> str:
+    """A stranger's error by its class alone: its words may hold a user's values."""
+    return "the query ended" if failure is None else f"Spark reported {type(failure).__name__}"
