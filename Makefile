@@ -62,9 +62,10 @@ chaos: setup ## Kill at each failpoint alone, while capture changes over, then 3
 cluster: setup ## Run a stream on a standalone cluster, and kill executors and workers under it
 	@MILLSTREAM_CLUSTER=1 $(PYTHON_IN_VENV) -m pytest -s tests/integration/test_cluster.py
 
-histories: setup ## Mirror many random histories into another Postgres, filtered ones too, and compare
+histories: setup ## Mirror many random histories, filtered ones too, and compare; draw many examples
 	@MILLSTREAM_HISTORIES=100 $(PYTHON_IN_VENV) -m pytest tests/integration/test_postgres_target.py \
-		tests/integration/test_shape_postgres.py tests/integration/test_shape_spark.py tests/integration/test_shape_rejects.py
+		tests/integration/test_shape_postgres.py tests/integration/test_shape_spark.py tests/integration/test_shape_rejects.py \
+		$$(grep -rl 'max_examples=examples' tests)
 
 reconnect: setup ## Come back to a server that keeps 5 GB of log for a paused target
 	@MILLSTREAM_WAL_GB=$${MILLSTREAM_WAL_GB:-5} $(PYTHON_IN_VENV) -m pytest -s tests/integration/test_reconnect.py

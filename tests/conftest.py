@@ -5,6 +5,7 @@ import os
 from hypothesis import HealthCheck, settings
 
 from millstream.demo.engine import SHORT_LIVED_JVM
+from tests.fixtures.examples import DRAW_NEW
 
 pytest_plugins = [
     "tests.fixtures.postgres",
@@ -18,7 +19,7 @@ pytest_plugins = [
 settings.register_profile(
     "patient",
     deadline=None,
-    derandomize="MILLSTREAM_HISTORIES" not in os.environ,
+    derandomize=not DRAW_NEW,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("patient")

@@ -95,13 +95,13 @@ def test_killed_at_random_under_load_it_goes_on_without_gap_or_double(database: 
             for round_ in range(2):
                 capture.await_state("running")
                 before = capture.supervisor.last_status["seq"]
-                assert capture.supervisor.wait_for(lambda s, b=before: s.last_status["seq"] > b + 1000, SECONDS)
+                assert capture.supervisor.wait_for(lambda s, b=before: s.last_status["seq"] > b + 300, SECONDS)
                 assert capture.supervisor.pid is not None
                 os.kill(capture.supervisor.pid, signal.SIGKILL)
                 assert capture.supervisor.wait_for(lambda s, r=round_: s.restarts > r, SECONDS)
         capture.await_state("running")
         capture.await_log_end()
-    assert holds_exactly_the_table(capture, database) > 2000
+    assert holds_exactly_the_table(capture, database) > 600
     assert capture.kinds.count("capture.restarting") == 2
 
 
@@ -135,7 +135,7 @@ def test_killed_at_each_durable_step_it_goes_on_without_gap_or_double(
 
     arm()
     with captured(database, tmp_path / "journal", hear=arm, ack="journaled") as capture:
-        with load(database, pause=0.005):
+        with load(database, pause=0.02):
             assert capture.supervisor.wait_for(lambda s: s.restarts == len(steps) - 1, SECONDS), capture.events
             capture.await_state("running")
             database.sql("INSERT INTO t SELECT -n, repeat('v', 100000) FROM generate_series(1, 200) n")

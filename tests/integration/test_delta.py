@@ -19,6 +19,7 @@ from millstream.targets.base import LaneBatch, Part, TargetContext
 from millstream.targets.delta import DeltaLane, DeltaOptions, DeltaTarget
 from tests.fixtures.baselines import TABLES, write
 from tests.fixtures.capture import captured
+from tests.fixtures.examples import examples
 from tests.fixtures.histories import History
 from tests.fixtures.journals import Change, Journal
 from tests.fixtures.postgres import Database
@@ -60,7 +61,7 @@ class Lake:
         return DeltaTable(str(self.path / name)).to_pyarrow_table()
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(
     st.integers(0, 10**9),
     st.booleans(),
@@ -90,7 +91,7 @@ def test_a_mirror_equals_the_table_whatever_happens_to_it(
     assert found == expected(history)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=examples(4), deadline=None)
 @given(st.integers(0, 10**9), st.integers(1, 50), st.lists(st.integers(0, 10**6), max_size=4))
 def test_a_filtered_mirror_has_the_rows_inside_and_no_others(
     tmp_path_factory: pytest.TempPathFactory, seed: int, steps: int, cuts: list[int]
@@ -105,7 +106,7 @@ def test_a_filtered_mirror_has_the_rows_inside_and_no_others(
     assert found == {row[:4] for row in inside_of(history, (NOTES,))}
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(st.integers(0, 10**9), st.booleans(), st.integers(1, 50), st.lists(st.integers(0, 10**6), max_size=4))
 def test_a_changelog_leaves_the_table_whatever_happens_to_it(
     tmp_path_factory: pytest.TempPathFactory, seed: int, full: bool, steps: int, cuts: list[int]

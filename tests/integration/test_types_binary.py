@@ -140,6 +140,8 @@ def test_keys_that_must_be_text_are_the_servers_text(any_database: Database) -> 
 
 def test_floats_are_written_as_the_server_writes_them(any_database: Database) -> None:
     """Many floats of any size: in arrays of two dimensions, whose text is all that is kept of them."""
+    if any_database.server.version < 18 and "MILLSTREAM_TYPE_ROWS" not in os.environ:
+        pytest.skip("all of them write floats alike since 12: `make types` runs it")
     chance = random.Random(20)
     some = [struct.unpack("d", chance.randbytes(8))[0] for _ in range(1000)]
     some += [2.0**power for power in range(-1074, 1024, 7)] + [float(f"1e{power}") for power in range(-323, 309, 5)]

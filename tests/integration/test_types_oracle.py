@@ -44,6 +44,8 @@ def all_kinds(database: Database) -> list[Kind]:
 
 
 def test_every_value_of_every_type_is_what_a_select_says(any_database: Database, type_matrix: TypeMatrix) -> None:
+    if any_database.server.version == 16 and "MILLSTREAM_TYPE_ROWS" not in os.environ:
+        pytest.skip("between the oldest and the newest: `make types` runs it")
     trial = Trial(any_database, all_kinds(any_database), ROWS)
     results = trial.decoded(trial.relations)
     wrong = {kind.name: trial.wrong(kind, results) for kind in trial.kinds}

@@ -80,7 +80,7 @@ def test_a_stream_that_runs_is_compared_and_repaired_while_others_write(
             assert [(one.target, one.equal) for one in report.targets] == [("log", True), ("copy", True)]
             assert of(report, "log")["public.keyless"].source_rows == 400
             plant(tmp_path / "copy.db")
-            code, repaired = asked(tmp_path / "home", "--target", "copy", "--repair")
+            code, repaired = asked(tmp_path / "home", "--target", "copy", "--table", "public.item", "--repair")
             item = of(repaired, "copy")["public.item"]
             assert (code, item.missing, item.changed, item.extra, item.repaired) == (0, 1, 1, 1, True)
             assert item.keys == ('{"id":1}', '{"id":2}', '{"id":777777}')

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from millstream.model import Column, Relation
 from millstream.sources.decoders import decoder
 from millstream.sources.postgres.types import BY_ARRAY_OID, ColumnType, column_type
+from tests.fixtures.examples import examples
 from tests.fixtures.tuples import NUMERIC_12_2, Cell, columns, insert, relation
 
 INTS, TEXTS, NUMERICS, BYTEAS, BOXES = 1007, 1009, 1231, 1001, 1020
@@ -155,7 +156,7 @@ def _element(text: str | None) -> str:
 ELEMENT = st.none() | st.text('ab,{}"\\ NUL', max_size=6) | st.text(max_size=4).filter(lambda text: "\0" not in text)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None)
 @given(lists=st.lists(st.none() | st.lists(ELEMENT, max_size=5), min_size=1, max_size=8), odd=st.booleans())
 def test_whatever_texts_a_list_holds_they_arrive(lists: list[list[str | None] | None], odd: bool) -> None:
     texts: list[Cell] = [None if each is None else written(each) for each in lists]
@@ -166,7 +167,7 @@ def test_whatever_texts_a_list_holds_they_arrive(lists: list[list[str | None] | 
     assert not odd or (found[-1], special[-1]) == (None, {"c": nested})
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None)
 @given(texts=st.lists(st.text('a1,{}"\\N', max_size=8), min_size=1, max_size=6))
 def test_any_text_is_a_list_or_kept(texts: list[str]) -> None:
     found, special = values(relation(("c", TEXTS)), list(texts))

@@ -18,6 +18,7 @@ from millstream.model import Relation
 from millstream.sources.base import Decoded
 from millstream.sources.decoders import decoder
 from millstream.sources.postgres import decode as module
+from tests.fixtures.examples import examples
 from tests.fixtures.tuples import OID, Cell, Change, cells, columns, delete, insert, relation, truncate, update
 
 TABLE = relation(("id", 20), ("a", 25), ("b", 23), key=["id"])
@@ -243,7 +244,7 @@ CHANGE = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(80), deadline=None)
 @given(changes=st.lists(CHANGE, max_size=12), cut=st.integers(1, 5))
 def test_random_changes_decode_as_the_plain_way_does(changes: list[Change], cut: int) -> None:
     texts = relation(("a", 25), ("b", 25), ("c", 25))
@@ -265,7 +266,7 @@ def _text(cell: Cell) -> str | None:
     )
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(50), deadline=None)
 @given(changes=st.lists(CHANGE, min_size=1, max_size=4), data=st.data())
 def test_a_flipped_byte_never_does_more_than_change_a_value(changes: list[Change], data: st.DataObject) -> None:
     texts = relation(("a", 25), ("b", 25), ("c", 25))

@@ -19,6 +19,7 @@ from millstream.model import SeqRange
 from millstream.targets.base import Part
 from millstream.targets.lanes import runs
 from tests.fixtures.copies import CONTEXT, Copy
+from tests.fixtures.examples import examples
 from tests.fixtures.histories import History
 from tests.fixtures.journals import shop_table
 from tests.fixtures.tuples import OID, delete, insert, journal_rows, relation, truncate, update
@@ -54,7 +55,7 @@ def mirror(path: Path, kind: str, history: History, cuts: list[int], deletes: st
     assert set(copy.rows(f"SELECT shop, id, note, doc, {{amount}} FROM {{t}}{living}")) == expected(history)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @HISTORIES
 def test_a_mirror_in_sqlite_equals_the_table_whatever_happens_to_it(
     tmp_path_factory: pytest.TempPathFactory, seed: int, full: bool, steps: int, cuts: list[int], deletes: str
@@ -62,7 +63,7 @@ def test_a_mirror_in_sqlite_equals_the_table_whatever_happens_to_it(
     mirror(tmp_path_factory.mktemp("mirror"), "sqlite", History(seed, full).play(steps), cuts, deletes)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @HISTORIES
 def test_a_mirror_in_duckdb_equals_the_table_whatever_happens_to_it(
     tmp_path_factory: pytest.TempPathFactory, seed: int, full: bool, steps: int, cuts: list[int], deletes: str

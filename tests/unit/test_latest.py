@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from millstream.changelog import assemble
 from millstream.latest import Latest, latest
+from tests.fixtures.examples import examples
 from tests.fixtures.histories import History, table
 from tests.fixtures.tuples import Change, delete, insert, journal_rows, relation, truncate, update
 
@@ -56,7 +57,7 @@ def expected(history: History) -> set[tuple[Any, ...]]:
     return {(int(shop), key, note, doc, value(amount)) for shop, key, note, doc, amount in history.rows.values()}
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 10**9), st.booleans(), st.integers(0, 80), st.lists(st.integers(0, 10**6), max_size=6))
 def test_a_mirror_is_the_table_whatever_happens_to_it_and_however_it_is_cut(
     seed: int, full: bool, steps: int, cuts: list[int]

@@ -25,6 +25,7 @@ from millstream.state.memory import MemoryStateStore
 from millstream.targets.base import Lane, LaneBatch, Part, Target
 from millstream.targets.rejects import Guard, Outstanding, key_texts
 from tests.fixtures.copies import CONTEXT, Copy
+from tests.fixtures.examples import examples
 from tests.fixtures.histories import History
 from tests.fixtures.tuples import insert, journal_rows
 
@@ -105,7 +106,7 @@ def source_of(history: History) -> repair._Rows:
     return repair._Rows(found, found["_ms_special"], numbers)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(
     st.integers(0, 10**9),
     st.booleans(),

@@ -17,6 +17,7 @@ from millstream.sources.postgres.assemble import Assembler
 from millstream.sources.postgres.pgoutput import ProtocolError, frame
 from millstream.sources.postgres.spool import Spool
 from tests.fixtures import pgoutput as pg
+from tests.fixtures.examples import examples
 
 
 @dataclass
@@ -224,7 +225,7 @@ def test_messages_that_the_plugin_never_sends_are_refused(tmp_path: Path, sent: 
 CHANGES = st.lists(st.tuples(st.sampled_from("IUDMTRk"), st.sampled_from([10, 20]), st.binary(max_size=30)), max_size=8)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     transactions=st.lists(st.tuples(st.booleans(), CHANGES), max_size=12),
     cuts=st.lists(st.integers(0, 150), max_size=20),

@@ -18,6 +18,7 @@ from millstream.targets.base import Part
 from millstream.transforms.compiled import Compiled, compiled
 from millstream.transforms.shape import FieldFilter, Shape, Shaping, Step
 from tests.fixtures.copies import Copy
+from tests.fixtures.examples import examples
 from tests.fixtures.histories import History, Row
 
 NOTES = FieldFilter("note", "in", ("", "a note"))
@@ -54,7 +55,7 @@ def expected(history: History, filters: tuple[FieldFilter, ...]) -> set[tuple[An
     return {(int(row[0]), *row[1:]) for row in history.rows.values() if inside(row, filters)}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @HISTORIES
 def test_a_mirror_has_the_rows_that_are_inside(
     tmp_path_factory: pytest.TempPathFactory,
@@ -78,7 +79,7 @@ def test_a_mirror_has_the_rows_that_are_inside(
         assert not wanted
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @HISTORIES
 def test_a_mirror_is_right_or_says_what_it_lacks(
     tmp_path_factory: pytest.TempPathFactory,
@@ -101,7 +102,7 @@ def test_a_mirror_is_right_or_says_what_it_lacks(
         assert found == expected(history, filters)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @HISTORIES
 def test_a_changelog_folds_to_the_rows_that_are_inside(
     seed: int, full: bool, steps: int, cuts: list[int], filters: tuple[FieldFilter, ...]
@@ -143,7 +144,7 @@ def rows_of(table: pa.Table, full: bool) -> set[tuple[Any, ...]]:
     return found
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(st.integers(0, 10**9), st.booleans(), st.integers(1, 60), st.lists(st.integers(0, 10**6), max_size=5))
 def test_a_transformed_mirror_follows_moves_and_values_that_were_not_sent(
     tmp_path_factory: pytest.TempPathFactory, seed: int, full: bool, steps: int, cuts: list[int]
@@ -182,7 +183,7 @@ def test_a_transformed_mirror_follows_moves_and_values_that_were_not_sent(
     assert set(found) == wanted
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(st.integers(0, 10**9), st.integers(1, 40))
 def test_the_rows_of_a_source_give_the_rows_of_its_mirror(seed: int, steps: int) -> None:
     """What `rows` says of the source's rows is what the changes lead to."""

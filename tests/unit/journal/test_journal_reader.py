@@ -32,6 +32,7 @@ from millstream.errors import JournalCorrupt, JournalError, JournalMismatch, Out
 from millstream.journal import JournalReader, JournalWriter, describe, grouping, open_slice, rows, verify
 from millstream.journal import slices as slices_module
 from millstream.model import SeqRange
+from tests.fixtures.examples import examples
 
 
 def filled(path: Path, sizes: list[int], commit_every: int = 3, **options: int) -> list[Transaction]:
@@ -93,7 +94,7 @@ def test_a_range_that_is_not_there_is_refused(tmp_path: Path) -> None:
             reader.slices(SeqRange(100, 106))
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     sizes=st.lists(st.one_of(st.integers(1, 4), st.integers(60, 200)), min_size=1, max_size=25),
     commit_every=st.integers(1, 9),

@@ -25,6 +25,7 @@ from journal_tools import (
 from millstream.errors import JournalCorrupt
 from millstream.journal import JournalReader, JournalWriter, verify
 from millstream.sources.base import Block
+from tests.fixtures.examples import examples
 
 STEP = 1 if os.environ.get("MILLSTREAM_CHAOS_EACH") == "1" else 5
 """A tail is torn at every byte by `make chaos`, else at every fifth."""
@@ -252,7 +253,7 @@ step = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps=st.lists(step, max_size=25), lost_head=st.booleans(), seed=st.integers(0, 1000))
 def test_any_history_with_crashes_keeps_exactly_what_was_committed(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, object]], lost_head: bool, seed: int
