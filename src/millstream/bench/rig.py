@@ -4,11 +4,11 @@ Each part of the mix has a server of its own, whose log ends with the part's las
 
     origin     a slot from before the first change; never read
     base       a slot from after the first changes of the load; never read. What follows is the *backlog*
-    journal    a journal that has those first changes already, made by the real capture process
+    journal    a journal that has those first changes already, made by the real capture process from a copy of `origin`
 
-So every run begins in the same place: a copy of `base` for others, a copy of `origin` under the name that the
-journal knows, and a copy of that journal, for us. A stream that stands at the journal's end is one that ran, lost
-its server for a while and finds the backlog when it comes back.
+So every run begins in the same place: a copy of `base` for others; for us a copy of it under the name that the journal
+knows, and a copy of that journal. A stream that stands at the journal's end is one that ran, had everything delivered
+and acknowledged, lost its server for a while and finds the backlog when it comes back.
 """
 
 from __future__ import annotations
@@ -117,16 +117,16 @@ class Backlog:
         return _source(self.uri, **options)
 
     @contextmanager
-    def slot(self, name: str, of: str = "base") -> Iterator[str]:
-        """A copy of one of the slots, for as long as it is needed."""
-        with self.connect() as connection, _copied(connection, of, name):
+    def slot(self, name: str) -> Iterator[str]:
+        """A copy of the slot that stands before the backlog, for as long as it is needed."""
+        with self.connect() as connection, _copied(connection, "base", name):
             yield name
 
     @contextmanager
     def cut_off(self, journal: Path) -> Iterator[Line]:
         """Our slot and journal, with the line to the server cut until `Line.restore`."""
         shutil.copytree(self.directory / "journal", journal)
-        with self.slot(SLOT, of="origin"), Line(self.uri) as line:
+        with self.slot(SLOT), Line(self.uri) as line:
             yield line
 
 
