@@ -13,7 +13,7 @@ from tests.fixtures.capture import source_spec
 from tests.fixtures.engines import await_that
 from tests.fixtures.postgres import Database, fresh_database
 
-pytestmark = [pytest.mark.postgres, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.postgres
 
 FEW = BatchLimits(max_ms=0, max_bytes=1 << 30, max_events=4)
 ROWS = "SELECT id, flag, md5(note) FROM orders ORDER BY id"
