@@ -9,9 +9,9 @@ executors; only counts and keys reach the driver.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -23,6 +23,7 @@ from millstream.engine.batch import named_error
 from millstream.model import Json, Relation
 from millstream.spark.baseline import BaselinePlan, ChunkRows
 from millstream.spark.images import Binding
+from millstream.spark.joining import Named
 from millstream.spark.shaped_baseline import packed_chunks
 from millstream.spark.stage import describe
 from millstream.targets.base import Correction, Reader, Repairer
@@ -174,8 +175,10 @@ class Comparing:
     def repair(self, repairer: Repairer, differing: Sequence[Differing]) -> None:
         """Write the source's rows of these keys to the target, in one task."""
         work = Repair(self._plan, repairer, tuple(differing))
-        found = self._spark.range(0, 1, 1, 1).mapInArrow(work.run, _ROWS_DDL).collect()
-        _raise_errors(found)
+        wrong = {one.table for one in differing}
+        frames = [frame for table, frame in self._packed(self._plan) if table in wrong]
+        given = reduce(DataFrame.union, frames).coalesce(1) if frames else self._spark.range(0, 1, 1, 1)
+        _raise_errors(given.mapInArrow(work.run, _ROWS_DDL).collect())
 
     def _rows(self, plan: Comparison) -> DataFrame:
         def frame(count: int, tasks: int, task: Task) -> DataFrame:
@@ -185,12 +188,16 @@ class Comparing:
         plain = replace(plan, chunks=tuple(one for one in plan.chunks if one[0] not in by_spark))
         tasks = TASKS if plan.reader.parallel else 1
         rows = frame(len(plain.chunks), TASKS, partial(_tell_all, plain, _SOURCE))
-        for table, binding in by_spark.items():
+        for table, packed in self._packed(plan):
+            rows = rows.union(packed.mapInArrow(partial(_tell_packed, plan, table), _ROWS_DDL))
+        return rows.union(frame(len(plan.parts), tasks, partial(_tell_all, plan, _TARGET)))
+
+    def _packed(self, plan: Comparison) -> Iterator[tuple[int, DataFrame]]:
+        """The rows of the source that Spark has a part in, as it makes them, packed; by number of the table."""
+        for table, binding in plan.by_spark:
             chunks = [chunk for number, chunk in plan.chunks if number == table]
             if chunks:
-                packed = packed_chunks(self._spark, plan.snapshot, binding, [[chunk] for chunk in chunks])
-                rows = rows.union(packed.mapInArrow(partial(_tell_packed, plan, table), _ROWS_DDL))
-        return rows.union(frame(len(plan.parts), tasks, partial(_tell_all, plan, _TARGET)))
+                yield table, packed_chunks(self._spark, plan.snapshot, binding, [[chunk] for chunk in chunks])
 
 
 def _bucket() -> Column:
@@ -257,14 +264,22 @@ def _tell_packed(plan: Comparison, table: int, batches: Iterator[pa.RecordBatch]
     relation = plan.relations[table]
     try:
         for packed in batches:
-            for changes, error in zip(packed["changes"], packed["error"], strict=True):
-                if error.is_valid:
-                    yield _error(json.loads(error.as_py()))
-                elif changes.is_valid:
-                    for rows in pa.ipc.open_stream(changes.as_buffer()):
-                        yield _told(plan, table, _SOURCE, plan.reader.expected(relation, rows))
+            for _, rows in _unpacked(packed):
+                yield _told(plan, table, _SOURCE, plan.reader.expected(relation, rows))
+    except Named as failed:
+        yield _error(failed.error)
     except Exception as failed:  # noqa: BLE001 - named to the driver, which raises it there
         yield _error(describe(failed))
+
+
+def _unpacked(packed: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Rows that Spark has made, with the id of their relation. Raises Named for an error of who made them."""
+    for number, changes, error in zip(packed["relation"], packed["changes"], packed["error"], strict=True):
+        if error.is_valid:
+            raise Named(json.loads(error.as_py()))
+        if changes.is_valid:
+            for rows in pa.ipc.open_stream(changes.as_buffer()):
+                yield number.as_py(), rows
 
 
 def _target(plan: Comparison, number: int) -> Iterator[pa.RecordBatch]:
@@ -299,30 +314,50 @@ class Repair:
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         try:
-            for _ in batches:
-                tables = sorted({one.table for one in self.differing})
-                self.repairer.repair(self.plan.snapshot.seq, [self._correction(table) for table in tables])
+            shaped = self._shaped(batches)
+            tables = sorted({one.table for one in self.differing})
+            self.repairer.repair(self.plan.snapshot.seq, [self._correction(table, shaped) for table in tables])
+        except Named as failed:
+            yield _error(failed.error)
         except Exception as failed:  # noqa: BLE001 - named to the driver, which raises it there
             yield _error(describe(failed))
 
-    def _correction(self, table: int) -> Correction:
+    def _shaped(self, batches: Iterator[pa.RecordBatch]) -> dict[int, list[pa.RecordBatch]]:
+        """Of the tables that Spark has a part in the rows that are wanted, by number of the table."""
+        ids = self.plan.snapshot.relation_ids
+        numbers = {ids[binding.relation]: table for table, binding in self.plan.by_spark}
+        found: dict[int, list[pa.RecordBatch]] = {table: [] for table, _ in self.plan.by_spark}
+        for batch in batches:
+            for number, rows in _unpacked(batch) if "changes" in batch.schema.names else ():
+                found[numbers[number]].append(self._chosen(numbers[number], rows))
+        return found
+
+    def _chosen(self, table: int, rows: pa.RecordBatch) -> pa.RecordBatch:
+        relation, wanted = self.plan.relations[table], pa.array(self._wanted(table), pa.string())
+        texts, _ = _texts(relation, self.plan.reader.expected(relation, rows))
+        return rows.filter(pc.is_in(texts, wanted))
+
+    def _wanted(self, table: int) -> list[str | None]:
+        """The keys under which the target should have a row."""
+        return [one.key for one in self.differing if one.table == table and one.kind != "extra"]
+
+    def _correction(self, table: int, shaped: Mapping[int, list[pa.RecordBatch]]) -> Correction:
         relation = self.plan.relations[table]
         mine = [one for one in self.differing if one.table == table]
-        wanted = [one.key for one in mine if one.kind != "extra"]
+        wanted = self._wanted(table)
         # Also of those that were missing: this may be a second try of a task that has written them.
         stale = self._held(table, wanted)
         gone = self._held(table, [one.key for one in mine if one.kind == "extra"])
         source = next(self.plan.snapshot.snapshot.chunks[chunk] for of, chunk in self.plan.chunks if of == table)
         relation_id = self.plan.snapshot.relation_ids[source.relation]
-        return Correction(relation, relation_id, self._right(table, wanted), stale, gone)
+        right = iter(shaped[table]) if table in shaped else self._right(table) if wanted else iter(())
+        return Correction(relation, relation_id, right, stale, gone)
 
-    def _right(self, table: int, keys: list[str | None]) -> Iterator[pa.RecordBatch]:
-        """The source's rows under these keys."""
-        relation, wanted = self.plan.relations[table], pa.array(keys, pa.string())
+    def _right(self, table: int) -> Iterator[pa.RecordBatch]:
+        """The source's rows under the keys that are wanted."""
         for number, chunk in self.plan.chunks:
-            for rows in ChunkRows(self.plan.snapshot, [chunk]).changes if number == table and keys else ():
-                found, _ = _texts(relation, self.plan.reader.expected(relation, rows))
-                yield rows.filter(pc.is_in(found, wanted))
+            for rows in ChunkRows(self.plan.snapshot, [chunk]).changes if number == table else ():
+                yield self._chosen(table, rows)
 
     def _held(self, table: int, keys: list[str | None]) -> pa.Table:
         """These keys as the target has them, each once."""

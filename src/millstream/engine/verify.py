@@ -329,12 +329,6 @@ def _shaped(shaping: Shaping | None, relation: Relation) -> Relation:
 
 
 def _refuse_repair(plan: Comparison, counts: dict[int, tuple[int, int, int]], keys: Sequence[Differing]) -> None:
-    in_sql = [plan.relations[one.table].table for one in keys if one.table in dict(plan.by_spark)]
-    if in_sql:
-        raise NotSupported(
-            f"{in_sql[0]} differs, and is filtered or transformed in SQL or Python: single rows cannot be read so",
-            hint="begin a new target, which gets all rows; or repair other tables with --table",
-        )
     keyless = [plan.relations[one.table].table for one in keys if one.key is None]
     if keyless:
         raise NotSupported(

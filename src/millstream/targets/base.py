@@ -263,8 +263,9 @@ class Reader(Protocol):
     and, where the form needs it, `_ms_special`. Two rows are equal if their forms are.
     """
 
-    parallel: bool
-    """Whether several parts may be read at once; else one task reads all of them."""
+    @property
+    def parallel(self) -> bool:
+        """Whether several parts may be read at once; else one task reads all of them."""
 
     def parts(self, relation: Relation) -> Sequence[Json]:
         """The parts in which tasks read the relation's table; none when the target has no such table."""

@@ -259,12 +259,16 @@ class DuckdbDatabase(Database):
         # Without an index a key may be there twice, and one row of it comes back.
         self.run(f"DELETE FROM {table} AS t USING {stage} AS s WHERE {matches(key)}")
 
-    def held(self, relation: Relation, part: Json, living: str) -> Iterator[pa.Table]:
+    def held(self, relation: Relation, part: Json, living: str, order: str | None = None) -> Iterator[pa.Table]:
         there = self.columns(relation) or {}
         wanted = form_schema(relation)
         names = [quoted(name) if name in there else f"NULL AS {quoted(name)}" for name in wanted.names]
+        if self.options.write == "changelog":
+            # There it is JSON.
+            names[-1] = f"{names[-1]}::JSON::MAP(VARCHAR, VARCHAR) AS _ms_special"
+        sorted_by = f" ORDER BY {order}" if order else ""
         with self._errors():
-            found = self._open().sql(f"SELECT {', '.join(names)} FROM {self.table(relation)} WHERE {living}")
+            found = self._open().sql(f"SELECT {', '.join(names)} FROM {self.table(relation)} WHERE {living}{sorted_by}")
             for batch in found.to_arrow_reader(READ_ROWS) or ():
                 yield pa.Table.from_batches([batch]).cast(wanted)
 

@@ -257,10 +257,10 @@ class PostgresDatabase(Database):
         )
         return page_ranges(int(pages))
 
-    def held(self, relation: Relation, part: Json, living: str) -> Iterator[pa.Table]:
+    def held(self, relation: Relation, part: Json, living: str, order: str | None = None) -> Iterator[pa.Table]:
         there = self.columns(relation) or {}
         values = [self._as_sent(column, there.get(column.name)) for column in exposed(relation).columns]
-        statement = copy_statement(relation, values, self.table(relation), part, living)
+        statement = copy_statement(relation, values, self.table(relation), part, living, order)
         with errors(self._session.where):
             yield from read_copy(self._session.connection, statement, exposed(relation))
 

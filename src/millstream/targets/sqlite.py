@@ -169,12 +169,13 @@ class SqliteDatabase(Database):
             f"WHERE {matches(key)} AND t._ms_seq < s.v)"
         )
 
-    def held(self, relation: Relation, part: Json, living: str) -> Iterator[pa.Table]:
+    def held(self, relation: Relation, part: Json, living: str, order: str | None = None) -> Iterator[pa.Table]:
         there = self.columns(relation) or {}
         names = [column.name for column in exposed(relation).columns]
         wanted = ", ".join(quoted(name) if name in there else "NULL" for name in names)
         with self._errors():
-            found = self._open().execute(f"SELECT {wanted} FROM {self.table(relation)} WHERE {living}")
+            sorted_by = f" ORDER BY {order}" if order else ""
+            found = self._open().execute(f"SELECT {wanted} FROM {self.table(relation)} WHERE {living}{sorted_by}")
             while rows := found.fetchmany(READ_ROWS):
                 yield json_form([_said(column) for column in zip(*rows, strict=True)], names)
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.json
-from pyarrow import types
 
 from millstream.changelog import BEFORE, EPOCH, METADATA
-from millstream.errors import VerifyFailed
 from millstream.latest import whole
 from millstream.model import Relation
+from millstream.targets.changelogs import old_keys
 from millstream.targets.deltas.partitions import restored
 from millstream.targets.deltas.reading import table_path
 from millstream.targets.deltas.tables import Handle
@@ -46,35 +42,6 @@ def _with_old_keys(changes: pa.Table, key: Sequence[str], table: str) -> pa.Tabl
     """`_ms_before` as a struct of the key's columns. The rest of an old row is in the change before it."""
     if BEFORE not in changes.column_names:
         return changes
-    texts = whole(changes[BEFORE])
     at = changes.column_names.index(BEFORE)
-    if texts.null_count == len(texts):
-        return changes.remove_column(at)
-    try:
-        parsed = _parsed(pc.fill_null(texts, "{}"), {name: changes.schema.field(name).type for name in key})
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-        raise VerifyFailed(f"{table}: the key is of a type whose old values a Delta changelog does not tell") from None
-    old = pa.StructArray.from_arrays(list(parsed.values()), names=list(parsed), mask=texts.is_null())
-    return changes.set_column(at, BEFORE, old)
-
-
-def _parsed(texts: pa.StringArray, columns: dict[str, pa.DataType]) -> dict[str, pa.Array]:
-    """Members of JSON objects, by column."""
-    read_as = {name: kind if _is_plain(kind) else pa.string() for name, kind in columns.items()}
-    lines = pc.binary_join_element_wise(texts, "", "\n")
-    raw = pa.BufferReader(lines.buffers()[2])
-    options = pa.json.ParseOptions(explicit_schema=pa.schema(read_as), unexpected_field_behavior="ignore")
-    block = pa.json.ReadOptions(use_threads=False, block_size=max(1 << 20, raw.size() + 1))
-    found = pa.json.read_json(raw, read_options=block, parse_options=options)
-    return {name: _typed(whole(found[name]), kind) for name, kind in columns.items()}
-
-
-def _typed(values: pa.Array, kind: pa.DataType) -> pa.Array:
-    if types.is_binary(kind):
-        return pa.array([None if text is None else b64decode(text) for text in values.to_pylist()], kind)
-    return values.cast(kind)
-
-
-def _is_plain(kind: pa.DataType) -> bool:
-    """Whether JSON has such values; others are strings there."""
-    return bool(types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind))
+    old = old_keys(whole(changes[BEFORE]), {name: changes.schema.field(name).type for name in key}, table)
+    return changes.remove_column(at) if old is None else changes.set_column(at, BEFORE, old)

@@ -30,12 +30,15 @@ def page_ranges(pages: int) -> list[Json]:
     return [{"begin": begin, "end": begin + PART_PAGES if begin + PART_PAGES < pages else None} for begin in begins]
 
 
-def copy_statement(relation: Relation, values: Sequence[str], table: str, part: Json, living: str) -> str:
+def copy_statement(
+    relation: Relation, values: Sequence[str], table: str, part: Json, living: str, order: str | None = None
+) -> str:
     """The COPY that gives the rows of a part. `values` are expressions for the relation's columns."""
     conditions = [f"ctid >= '({part['begin']},0)'", living]
     conditions += [] if part["end"] is None else [f"ctid < '({part['end']},0)'"]
     chosen = select_list(relation, values)
-    return f"COPY (SELECT {chosen} FROM {table} WHERE {' AND '.join(conditions)}) TO STDOUT (FORMAT binary)"
+    where = " AND ".join(conditions) + (f" ORDER BY {order}" if order else "")
+    return f"COPY (SELECT {chosen} FROM {table} WHERE {where}) TO STDOUT (FORMAT binary)"
 
 
 def read_copy(connection: psycopg.Connection[Any], statement: str, relation: Relation) -> Iterator[pa.Table]:

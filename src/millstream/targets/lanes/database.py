@@ -252,8 +252,8 @@ class Database(ABC):
         return [{}]
 
     @abstractmethod
-    def held(self, relation: Relation, part: Json, living: str) -> Iterator[pa.Table]:
-        """The rows of a part of which `living` is true, in this database's form."""
+    def held(self, relation: Relation, part: Json, living: str, order: str | None = None) -> Iterator[pa.Table]:
+        """The rows of a part of which `living` is true, in this database's form; in an order, if one is asked for."""
 
     @classmethod
     def form(cls, relation: Relation, rows: pa.Table) -> pa.Table:

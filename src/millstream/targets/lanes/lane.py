@@ -15,7 +15,7 @@ from functools import partial
 
 import pyarrow as pa
 
-from millstream.errors import NotSupported, TargetRefused, TargetUnavailable
+from millstream.errors import TargetRefused, TargetUnavailable
 from millstream.failpoint import failpoint
 from millstream.latest import latest
 from millstream.model import Relation, SeqRange
@@ -25,6 +25,7 @@ from millstream.targets.base import (
     Delivery,
     LaneBatch,
     Part,
+    Reader,
     Receipt,
     TargetContext,
     TargetCursor,
@@ -33,6 +34,7 @@ from millstream.targets.lanes.changelog import write_changes
 from millstream.targets.lanes.database import OWN, Database, LaneOptions
 from millstream.targets.lanes.evolving import refresh, refuse_other_names
 from millstream.targets.lanes.isolating import Isolating
+from millstream.targets.lanes.logged import LoggedReader
 from millstream.targets.lanes.mirror import clear, has_newer, insert_rows, write_run
 from millstream.targets.lanes.reading import LaneReader, SqlRepairer
 from millstream.targets.lanes.replaying import ReplayLane, forget_tombstones, replay_name
@@ -199,12 +201,9 @@ class LaneTarget:
     def redeliver(self, relation: Relation, relation_id: int, change: pa.Table) -> bool:
         return self.stager().redeliver(relation, relation_id, change)
 
-    def reader(self) -> LaneReader:
+    def reader(self) -> Reader:
         if self._options.write == "changelog":
-            raise NotSupported(
-                f"the changelog of a target of kind {self.kind} cannot be compared with the source in this version",
-                hint="a mirror can, and so can the changelog of a target of kind files or delta",
-            )
+            return LoggedReader(self._database, self._options)
         return LaneReader(self._database, self._options)
 
     @property
