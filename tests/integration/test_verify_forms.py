@@ -27,7 +27,7 @@ from millstream.engine.compare import Comparison, Differing, Repair
 from millstream.errors import TargetRefused
 from millstream.model import BatchLimits, Relation, SeqRange, TargetSpec
 from millstream.sources import take_snapshot
-from millstream.spark.baseline import BaselinePlan, ChunkRows
+from millstream.spark.baseline import BaselinePlan, ChunkRows, read_chunks
 from millstream.targets import open_target
 from millstream.targets.base import (
     Attempt,
@@ -278,6 +278,17 @@ def test_what_a_target_holds_is_what_is_expected_of_the_sources_rows(compared: C
     compared.check()
     sizes = {relation.name: compared.expected(at).total() for at, relation in enumerate(compared.plan.relations)}
     assert sizes == {"item": 200, "keyless": 200, "nothing": 0, "parts": 200, 'Odd "name': 200}
+
+
+@pytest.mark.parametrize("compared", ["sqlite"], indirect=True)
+def test_a_second_try_of_a_baseline_tells_what_the_first_has_written(compared: Compared) -> None:
+    lane = compared.target.stager()
+    plan = replace(compared.plan.snapshot, stager=lane)
+    told = list(read_chunks(plan, range(len(plan.snapshot.chunks)), 1))
+    rows = Counter[str]()
+    for receipt in (row for batch in told for row in batch.to_pylist()):
+        rows[receipt["table"]] += receipt["rows"]
+    assert rows == {f"public.{name}": 200 for name in ("item", "keyless", "parts", 'Odd "name')}
 
 
 def plant(name: str, root: Path, copy: Database) -> None:

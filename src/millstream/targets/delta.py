@@ -46,6 +46,7 @@ from millstream.targets.changelogs import ChangelogReader
 from millstream.targets.constants import constants
 from millstream.targets.deltas.changes import DeltaChanges
 from millstream.targets.deltas.evolving import refuse_other_names
+from millstream.targets.deltas.marks import app_of, commit, forget_baselines, owner_of
 from millstream.targets.deltas.mirror import has_newer, mirror_schema, mirrored, rows_to_write, write_mirror
 from millstream.targets.deltas.misfits import misfits, row_error
 from millstream.targets.deltas.partitions import refuse_homeless_keys
@@ -117,11 +118,17 @@ class DeltaTarget:
         return self._cursor
 
     def recover(self, cursor: TargetCursor | None) -> None:
-        """Remove what killed tasks have read ahead. What a batch left half done is completed when it comes again."""
+        """Remove what killed tasks have read ahead. What a batch left half done is completed when it comes again.
+
+        A baseline that was never published does not come again as it was, or not at all: its rows go.
+        """
+        context = self._opened()
         with as_target_errors(self._directory.root), self._directory.locked():
-            self._directory.check_owner(self._opened())
+            self._directory.check_owner(context)
             for left in list((self._directory.own / "staging").iterdir()):
                 shutil.rmtree(left)
+            if cursor is None:
+                forget_baselines(self._directory.root, context)
 
     def stager(self) -> DeltaLane:
         return DeltaLane(str(self._directory.root), self._options, self._opened())
@@ -294,8 +301,8 @@ class _Writer:
     def __init__(self, lane: DeltaLane, relation: Relation) -> None:
         self._options = lane.options
         self._mirrors = lane.options.write == "mirror"
-        self._owner = f"millstream/{lane.context.stream}/{lane.context.target}"
-        self.app = f"{self._owner}/{lane.context.journal_id}"
+        self._owner = owner_of(lane.context)
+        self.app = app_of(lane.context)
         self._path = table_path(lane.root, relation)
         self.name = self._path.name
         self._partition_by = lane.options.partition_by.get(relation.table, [])
@@ -391,7 +398,8 @@ class _Writer:
                     self._check(run.relation, table, rows)
                 else:
                     rows = _logged(run.changes)
-                table.append(rows.cast(lake_schema(rows.schema)), self.said(seq if last else None), overwrite=first)
+                said = self.said(seq if last else None, baseline=True)
+                table.append(rows.cast(lake_schema(rows.schema)), said, overwrite=first)
 
             self.attempt(wanted, run.relation, commit)
             failpoint("delta.baseline_part_committed")
@@ -425,13 +433,9 @@ class _Writer:
             return lake_schema(mirror_schema(relation, soft=self._options.deletes == "soft"))
         return lake_schema(_logged(schema(relation).empty_table()).schema)
 
-    def said(self, seq: int | None, app: str | None = None) -> CommitProperties:
+    def said(self, seq: int | None, app: str | None = None, *, baseline: bool = False) -> CommitProperties:
         """What a commit says: how far the table is then, in the words of an application."""
-        from deltalake import CommitProperties, Transaction
-
-        transactions = [] if seq is None else [Transaction(app or self.app, seq)]
-        # No retry inside delta-rs: it would not look at the transaction again.
-        return CommitProperties(app_transactions=transactions, max_commit_retries=0)
+        return commit(app or self.app, seq, baseline=baseline)
 
     def attempt(self, wanted: pa.Schema, relation: Relation, commit: Callable[[Handle], None]) -> None:
         """Commit to the table, made or completed to have these columns; again if somebody else was faster."""

@@ -27,6 +27,11 @@ READ_ROWS = 16_384
 KEEP_HOURS = 24 * 7
 """Files that no version needs any more stay so long for readers of older versions."""
 
+BASELINE = {"millstream": "baseline"}
+"""What commits of a baseline say of themselves."""
+_ASIDE = ("OPTIMIZE", "VACUUM START", "VACUUM END", "ADD COLUMN")
+"""Commits that change no row."""
+
 _NOT_IN_NAMES = re.compile(r"[ ,;{}()\n\t=]")
 
 
@@ -128,6 +133,11 @@ class Handle:
     def transaction_version(self, app: str) -> int | None:
         """How far the table is, by its own word."""
         return self._table.transaction_version(app)
+
+    def ends_with_baseline(self) -> bool:
+        """Whether the rows are those of a baseline, and no change has come since."""
+        found = (commit for commit in self._table.history(20) if commit.get("operation") not in _ASIDE)
+        return next(found, {}).get("millstream") == BASELINE["millstream"]
 
     def files(self) -> int:
         return len(self._table.file_uris())
