@@ -10,7 +10,7 @@ export PYTHONPATH := $(CURDIR)/src
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test next bench rehearse lint format chaos cluster histories reconnect lake docs types clean
+.PHONY: help setup demo demo-short test next bench rehearse lint format chaos cluster histories reconnect lake docs types clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -20,6 +20,9 @@ setup: ## Make the virtual environment and find (or install) Java
 
 demo: setup ## Mirror a live shop into three targets, pause, crash, prove that all is equal
 	@$(PYTHON_IN_VENV) -m millstream demo
+
+demo-short: setup ## Play the demo in a few seconds, and see that it ends as it says
+	@MILLSTREAM_DEMO=1 $(PYTHON_IN_VENV) -m pytest tests/integration/test_demo.py
 
 test: setup ## Run all tests, in three processes at once
 	@scripts/servers
