@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import psycopg
 import pytest
 
 from millstream.errors import ConfigError, PreflightError, SourceHalted, SourceUnavailable
+from millstream.sources import take_snapshot
 from millstream.sources.postgres.catalog import select
 from millstream.sources.postgres.membership import Publication
 from millstream.sources.postgres.publication import try_publications, watch_publications
+from tests.fixtures.capture import drive, source_spec
 from tests.fixtures.postgres import Database
 from tests.fixtures.postgres_source import Control, opened_at
 
@@ -284,3 +287,13 @@ def test_a_locked_table_is_tried_again_later(database: Database) -> None:
             control.sync()
         other.rollback()
         assert control.sync().created
+
+
+def test_a_partition_that_is_captured_as_its_root_is_refused_and_not_waited_for(
+    database: Database, tmp_path: Path
+) -> None:
+    database.sql("CREATE TABLE parts (id int PRIMARY KEY) PARTITION BY RANGE (id)")
+    database.sql("CREATE TABLE parts_low PARTITION OF parts FOR VALUES FROM (0) TO (100)")
+    said = r"public\.parts_low is a partition of public\.parts, which another stream"
+    with drive(database, tmp_path), pytest.raises(SourceHalted, match=said):
+        take_snapshot(source_spec(database, "public.parts_low"), lambda _: None)

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from pyspark.sql import SparkSession
 
@@ -71,7 +71,13 @@ def assert_same(one: pa.Table, other: pa.Table) -> None:
 
 
 @pytest.mark.parametrize("by_sql", [PLAIN, MIXED], ids=["plain", "mixed"])
-@settings(max_examples=2 if HISTORIES == 1 else HISTORIES, deadline=None, derandomize=HISTORIES == 1)
+@settings(
+    max_examples=2 if HISTORIES == 1 else HISTORIES,
+    deadline=None,
+    derandomize=HISTORIES == 1,
+    # An example takes seconds: the shortest one is looked for only where there is time for that.
+    phases=(Phase.generate,) if HISTORIES == 1 else tuple(Phase),
+)
 @given(
     decides=st.randoms(use_true_random=False),
     identity=st.sampled_from(["default", "full", "index"]),

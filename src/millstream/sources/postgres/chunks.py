@@ -77,6 +77,7 @@ def plan_chunks(
         filters = published(control, options)
         missing = [oid for oid in wanted if oid not in filters or oid not in before or filters[oid] != before[oid]]
         if missing:
+            _refuse_partitions(control, [table for table in selected if table.relation.oid in missing], filters)
             raise SourceUnavailable(f"{len(missing)} tables are not in the publication yet")
         found = catalog.tables_by_oid(control, wanted, options.publications)
         described = [table.relation for table in found]
@@ -88,6 +89,21 @@ def plan_chunks(
     present = [leaf for leaf in leaves if leaf[0] in relations]
     chunks = [chunk for leaf in present for chunk in _chunks_of(relations[leaf[0]], leaf, filters[leaf[0]])]
     return tuple(chunks), sum(int(leaf[6]) for leaf in leaves)
+
+
+def _refuse_partitions(
+    control: Connection, missing: Sequence[catalog.Table], published_now: Mapping[int, str | None]
+) -> None:
+    """Raise SourceHalted for a partition whose changes come under the name of a table above it: it never joins."""
+    for table in missing:
+        above = [oid for oid in table.ancestors if oid in published_now]
+        roots = [found.relation.table for found in catalog.tables_by_oid(control, above)] if above else []
+        if roots:
+            raise SourceHalted(
+                f"{table.relation.table} is a partition of {roots[0]}, which another stream of this source names: its "
+                f"changes come as those of {roots[0]}",
+                hint=f"name {roots[0]} in this stream too; a filter can leave the other partitions' rows out",
+            )
 
 
 def _described(
