@@ -72,7 +72,18 @@ def _filtered(images: DataFrame, bound: Compiled, isolate: bool) -> DataFrame:
         F.col(quoted(name)) if name in bound.rule.key else F.when(F.col("_ms_in"), F.col(quoted(name))).alias(name)
         for name in names
     ]
-    return tested.select(*kept, *OWN.names)
+    own = {"_ms_special": _of_key("_ms_special", bound.rule.key), "_ms_unknown": _of_key("_ms_unknown", bound.rule.key)}
+    return tested.select(*kept, *[own.get(name, F.col(name)) for name in OWN.names])
+
+
+def _of_key(name: str, key: frozenset[str]) -> Column:
+    """What is said of a row's columns; of a row outside the filters what is said of the key's."""
+
+    def known(column: Column) -> Column:
+        return column.isin(*key) if key else F.lit(False)
+
+    left = F.map_filter(name, lambda column, _: known(column)) if name == "_ms_special" else F.filter(name, known)
+    return F.when(F.col("_ms_in"), F.col(name)).otherwise(left).alias(name)
 
 
 def _selected(images: DataFrame, part: SqlStep, asked: Column, isolate: bool) -> DataFrame:

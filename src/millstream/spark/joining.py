@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from millstream.errors import TargetRefused
 from millstream.latest import Bools, booleans, one_letter, whole_numbers
-from millstream.model import Json
+from millstream.model import Json, Op
 from millstream.spark.images import NEW, NOTE, OLD, Images, carried, stepped_images
 from millstream.targets.lanes.tables import mirror_key
 from millstream.targets.rejects import AT_ONCE, Unshapable, unpacked
@@ -122,7 +122,9 @@ class Joiner:
     def _set_aside(self, images: Images) -> tuple[Images, Bools]:
         """The images without the changes that something fails on, and which of the old rows something fails on."""
         failing = booleans(images.batch["_ms_note"].is_valid())
-        poisoned = failing & (images.image == NEW)
+        # Of a deleted row the old one counts.
+        written = np.isin(one_letter(images.batch["_ms_op"]), (Op.CREATE, Op.READ, Op.UPDATE))
+        poisoned = failing & (images.image == NEW) & written
         if not poisoned.any():
             return images, failing
         told = images.batch.filter(pa.array(poisoned)).select(["_ms_event_id", "_ms_note"])

@@ -107,7 +107,7 @@ def shaped(
         rows = replace(rows, old=rows.old.only(np.zeros(rows.old.size, bool), of_old))
     rows = reduced(rows, rule.key, rule.whole)
     made = replace(rows, new=transform(rows.new), old=transform(rows.old))
-    return together(batch, made, rule.whole, relation, traced)
+    return together(batch, made, rule.whole and of_old is None, relation, traced)
 
 
 def going_on(
