@@ -261,8 +261,7 @@ class DeltaLane:
     def _write(self, table: Spooled, batch: LaneBatch) -> Json:
         """Bring one table to the end of the batch. Returns what the batch's commit says of it."""
         writer, range = _Writer(self, table.relation), batch.range
-        baseline = range.start == range.end
-        if baseline:
+        if range.start == range.end:
             with self._isolating(writer, [run() for run in table.runs], batch, baseline=True) as found:
                 writer.write_baseline(table.relation, found, range.end)
         else:

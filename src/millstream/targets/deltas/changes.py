@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from millstream.changelog import BEFORE, EPOCH, METADATA
 from millstream.latest import whole

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from millstream.changelog import BEFORE, exposed
+from millstream.changelog import BEFORE, EPOCH, exposed
 from millstream.errors import VerifyFailed
 from millstream.latest import whole
 from millstream.model import Json, Relation
@@ -46,8 +46,10 @@ class LoggedReader:
 
     def read(self, relation: Relation, part: Json) -> Iterator[pa.Table]:
         with self.database(self.options) as db:
-            said = db.rows(f"SELECT {_ASKED} FROM {db.table(relation)} ORDER BY _ms_event_id")
-            held = list(db.held(relation, part, "true", order="_ms_event_id"))
+            # What came once more is there the first time as well.
+            first = f"{EPOCH} IS NULL" if EPOCH in (db.columns(relation) or {}) else "true"
+            said = db.rows(f"SELECT {_ASKED} FROM {db.table(relation)} WHERE {first} ORDER BY _ms_event_id")
+            held = list(db.held(relation, part, first, order="_ms_event_id"))
         if not held:
             return
         values = pa.concat_tables(held).combine_chunks()
