@@ -106,7 +106,10 @@ def test_changes_arrive_and_the_password_is_nowhere_on_disk(secure: SecureServer
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {".millstream", "log"} <= {path.relative_to(tmp_path).parts[0] for path in files}
     for path in files:
-        content = path.read_bytes()
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            continue  # Java outlives the command by a moment, and removes its temporary files
         assert not any(secret in content for secret in secrets), f"the password is in {path}"
     assert not any(secret.decode() in done.stdout + done.stderr for secret in secrets)
 
