@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -71,8 +72,11 @@ class Tally:
 class Shop:
     """The shop's application: one connection, one random transaction after another."""
 
-    def __init__(self, uri: str, seed: int) -> None:
+    def __init__(self, uri: str, seed: int, *, empties_carts_every: float = 0.0) -> None:
+        """The carts are truncated at random, but not sooner than so many seconds after the last time."""
         self._uri = uri
+        self._empties_carts_every = empties_carts_every
+        self._emptied_at = float("-inf")
         self._random = random.Random(seed)  # noqa: S311 - test data, not secrets
         self._next = {"customer": 0, "order": 0, "cart": 0, "product": 0}
         self.tally = Tally()
@@ -246,7 +250,9 @@ class Shop:
         )
 
     def _empty_carts(self, cursor: psycopg.Cursor) -> None:
-        self._run(cursor, "TRUNCATE carts", ())
+        if time.monotonic() - self._emptied_at >= self._empties_carts_every:
+            self._run(cursor, "TRUNCATE carts", ())
+            self._emptied_at = time.monotonic()
         self._fill_cart(cursor)
 
     def _change_mind(self, cursor: psycopg.Cursor) -> bool:
