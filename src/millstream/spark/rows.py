@@ -5,6 +5,7 @@ Used by every task that decodes: those that stage for a target, and those of the
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -32,12 +33,17 @@ MESSAGES = 0
 """The relation id of logical messages, which belong to no table of the source."""
 
 
+_READING = threading.Lock()
+"""A reader is for one thread at a time, and the engine's deliveries are threads of one process."""
+
+
 @lru_cache(maxsize=4096)
 def described(locations: tuple[str, ...], source_kind: str, journal_id: str, relation_id: int) -> Relation:
     """A description, read once per worker: one id of one journal never means anything else."""
     if relation_id == MESSAGES:
         return messages(source_kind)
-    return _journal(locations, journal_id).relation(relation_id)
+    with _READING:
+        return _journal(locations, journal_id).relation(relation_id)
 
 
 @lru_cache(maxsize=16)
