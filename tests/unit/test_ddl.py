@@ -68,7 +68,7 @@ def test_delivery_waits_before_the_transaction_until_it_is_approved(
     assert engine.decide_ddl("shop", 4, approved=True).state in ("approved", "applied")
     await_that(lambda: delivered(tmp_path) == delivered(tmp_path, target="copy") == AFTER)
     await_that(lambda: engine.ddl_event("shop", 4).state == "applied")
-    assert engine.get_status("shop").targets[0].error is None
+    await_that(lambda: engine.get_status("shop").targets[0].error is None)
     assert len(watching.of("delivery.gated")) == 2
     with pytest.raises(ConfigError, match="applied at every target already"):
         engine.decide_ddl("shop", 4, approved=False)

@@ -186,7 +186,8 @@ class Capture:
         """The targets (stream, target, what happened) that do not have changes which the journal has let go of."""
         if not self._begun():
             return []
-        header, first = self._reader.header(), self._reader.first_seq()
+        with self._guard:
+            header, first = self._reader.header(), self._reader.first_seq()
         found = []
         for stream in self.streams:
             for cursor in self._store.cursors(stream.name):
