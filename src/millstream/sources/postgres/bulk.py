@@ -8,7 +8,8 @@ So after any error the journal's end alone says where to go on.
 Each call decodes a stretch of the log, and starts to read it where the oldest transaction began
 that was open: what lies between that place and the stretch is read again, though not sent again.
 A stretch is therefore at least twice as long as what is read again for it. The server keeps the
-result of a call in a temporary file, which bounds the stretch.
+result of a call in a temporary file, which bounds the stretch, and sends nothing before the call is
+over: the first stretch is short.
 
 A stream, when it begins, reads everything again that the slot still holds back, however little of it
 it sends. So who has caught up may go on here for a while: the copy holds nothing back.
@@ -38,10 +39,12 @@ from millstream.sources.postgres.lsn import format_lsn
 from millstream.sources.postgres.pgoutput import Ints, frame_rows
 from millstream.sources.postgres.session import SESSION, TURN_SECONDS, Refused, Session, Turns, values
 
+FIRST_BYTES = 16 << 20
+"""The log of the first call: nobody has anything to do before its rows come. Each later one takes twice as much,"""
 STRETCH_BYTES = 64 << 20
-"""The log of one call, at least,"""
+"""up to this, or more where much is read again for it,"""
 LONGEST_BYTES = 512 << 20
-"""and at most;"""
+"""and at most this;"""
 SHORTEST_BYTES = 16 << 20
 """but near the end of the log it may be as short as this."""
 RESULT_BYTES = 512 << 20
@@ -106,6 +109,7 @@ class BulkReader:
         self._copy = f"{slot[:50]}_bulk_{session.connection.backend_pid}"
         self._options = ", ".join(literal(text) for option in options.items() for text in option)
         self._message_bytes = float(_MESSAGE_BYTES)
+        self._usual = FIRST_BYTES
         self.place = Place(0, 0, 0, 0, 0)
 
     def open(self) -> Turns:
@@ -170,7 +174,8 @@ class BulkReader:
             raise BulkRefused(
                 f"a transaction has been open for {reread >> 20} MiB of log, and each call reads them again"
             )
-        upto = self.place.position + stretch_bytes(reread, self.place.log_end - self.place.position)
+        upto = self.place.position + stretch_bytes(self._usual, reread, self.place.log_end - self.place.position)
+        self._usual = min(2 * self._usual, STRETCH_BYTES)
         messages = int(RESULT_BYTES / self._message_bytes)
         self._session.send(
             "COPY (SELECT data FROM pg_logical_slot_get_binary_changes("
@@ -230,13 +235,13 @@ class BulkReader:
         )
 
 
-def stretch_bytes(reread: int, left: int) -> int:
+def stretch_bytes(usual: int, reread: int, left: int) -> int:
     """How much of the log the next call decodes, which reads `reread` bytes of it again and finds `left` new ones.
 
     The rows of the last stretch are worked on while the server has nothing to do. So what is left is not taken at
     once but in a longer and a shorter part, unless more than little would be read again for the second.
     """
-    stretch = min(max(STRETCH_BYTES, 2 * reread), LONGEST_BYTES)
+    stretch = min(max(usual, 2 * reread), LONGEST_BYTES)
     return min(stretch, max(SHORTEST_BYTES, left * 3 // 5)) if reread <= left // 4 else stretch
 
 

@@ -28,7 +28,7 @@ from millstream.errors import SourceUnavailable
 from millstream.failpoint import failpoint
 from millstream.sources.base import Block
 from millstream.sources.postgres.assemble import Assembler
-from millstream.sources.postgres.connection import literal, translate
+from millstream.sources.postgres.connection import command, literal, translate
 from millstream.sources.postgres.intake import Intake
 from millstream.sources.postgres.lsn import format_lsn
 from millstream.sources.postgres.pgoutput import Keepalive, frame, status_update
@@ -43,6 +43,9 @@ IDLE_SECONDS = 0.1
 """A source that stays quiet is heard of this often."""
 REPLY_SECONDS = 0.1
 """The shortest time between two status updates."""
+
+_IN_USE = b"55006"
+"""The SQLSTATE of a slot that somebody reads."""
 PROBE_SECONDS = 1.0
 """Two questions within this time make us look whether the server shuts down; no more often than this."""
 
@@ -64,6 +67,10 @@ class _Shutdown:
         return True
 
 
+class SlotBusy(Exception):
+    """Another session reads the slot: a stranger's, or one of ours that the server has not seen end yet."""
+
+
 class Replication:
     """A started stream of the log. Owns the connection from the constructor on."""
 
@@ -80,7 +87,10 @@ class Replication:
         self._intake = Intake(connection, "the replication connection")
 
     def start(self, slot: str, position: int, options: Mapping[str, str]) -> None:
-        """Begin to stream. The caller has made sure that going on from `position` is exact."""
+        """Begin to stream. The caller has made sure that going on from `position` is exact.
+
+        After SlotBusy it may be tried again.
+        """
         chosen = ", ".join(f"{name} {literal(value)}" for name, value in options.items())
         statement = f'START_REPLICATION SLOT "{slot}" LOGICAL {format_lsn(position)} ({chosen})'
         result = self._connection.exec_(statement.encode())
@@ -88,6 +98,10 @@ class Replication:
             raise self._error(result, "starting replication")
         self._connection.nonblocking = 1
         failpoint("capture.replication_started")
+
+    def rest(self) -> None:
+        """Wait a moment before `start` is tried again."""
+        command(self._connection, "SELECT pg_sleep(0.02)")
 
     def acknowledge(self, position: int) -> None:
         """Let the server forget what is at or before `position`; it is told with the next update."""
@@ -203,8 +217,10 @@ class Replication:
         message = result.error_field(pq.DiagnosticField.MESSAGE_PRIMARY)
         if message is None:
             return SourceUnavailable(f"{doing}: the replication connection was lost")
-        state = result.error_field(pq.DiagnosticField.SQLSTATE)
-        return translate(state.decode() if state else None, message.decode("utf-8", "replace"), doing)
+        state, text = result.error_field(pq.DiagnosticField.SQLSTATE), message.decode("utf-8", "replace")
+        if state == _IN_USE:
+            return SlotBusy(f"{doing}: {text}")
+        return translate(state.decode() if state else None, text, doing)
 
     def _lost(self, lost: psycopg.Error) -> SourceUnavailable:
         # libpq's message quotes the server's, which is read from the result where there is one.

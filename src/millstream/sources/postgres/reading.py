@@ -26,14 +26,14 @@ from typing import Final
 from psycopg.pq.abc import PGconn
 
 from millstream.config.units import format_duration
-from millstream.errors import SourceError, SourceHalted
+from millstream.errors import SourceError, SourceHalted, SourceUnavailable
 from millstream.failpoint import failpoint
 from millstream.model import Json
 from millstream.observe import Event, Level
 from millstream.sources.base import Block
 from millstream.sources.postgres.assemble import Assembler
 from millstream.sources.postgres.bulk import BulkReader, BulkRefused, turns
-from millstream.sources.postgres.capture import Replication
+from millstream.sources.postgres.capture import Replication, SlotBusy
 from millstream.sources.postgres.options import PostgresOptions
 from millstream.sources.postgres.pgoutput import ProtocolError
 from millstream.sources.postgres.session import Session
@@ -45,6 +45,9 @@ RETRY_SECONDS: Final = 60.0
 """How long bulk reading is left alone after it was refused; twice as long after each further refusal,"""
 RETRY_SECONDS_MOST: Final = 3600.0
 """at most so long."""
+
+HANDOVER_SECONDS: Final = 10.0
+"""How long a stream waits for the slot while another session still has it."""
 
 LINGER_SECONDS: Final = 30.0
 """How long bulk reading waits for the slot to follow before it gives way to a stream,"""
@@ -132,11 +135,24 @@ class Reading:
         self._stream = stream
         self._replication = replication = Replication(stream, self._assembler, status_seconds=self._status_seconds)
         replication.acknowledge(self._acked)
-        replication.start(self._options.slot, start, self._plugin)
+        yield from self._start(replication, start)
         # The server first reads what the slot holds back. To judge it before that is over would make us go
         # from one way of reading to the other without ever getting on.
         yield from replication.blocks(lambda: self._assembler.received > start and self._is_far_behind())
         self._close_stream()
+
+    def _start(self, replication: Replication, position: int) -> Iterator[Block]:
+        """Begin to stream. The session that read the slot before is closed, but the server may not know it yet."""
+        deadline = time.monotonic() + HANDOVER_SECONDS
+        while True:
+            try:
+                replication.start(self._options.slot, position, self._plugin)
+                return
+            except SlotBusy as busy:
+                if time.monotonic() >= deadline:
+                    raise SourceUnavailable(str(busy), hint="another session reads the slot: end it") from None
+            replication.rest()
+            yield Block()
 
     def _is_far_behind(self) -> bool:
         now = time.monotonic()
