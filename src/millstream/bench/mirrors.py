@@ -37,7 +37,7 @@ def run(settings: Settings) -> Json:
             ways, baseline = _postgres_ways(made, other), subscription.NAME
             must = MUST_POSTGRES if load.keys <= KEYS else MUST_MANY_KEYS
         stack.enter_context(stream.session(made.directory))
-        warm_up(ways, mix[-1], settings)
+        warm_up(ways, mix[-1:], settings)
         rounds = alternate(mix, settings, ways)
     return result(_name(settings), rounds, baseline=baseline, must=must) | {"keys": load.keys}
 
