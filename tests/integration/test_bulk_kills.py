@@ -24,8 +24,12 @@ from tests.fixtures.postgres import Database
 
 pytestmark = pytest.mark.postgres
 
-OTHERS = ("capture.committed:3", "capture.replication_started")
 EACH = os.environ.get("MILLSTREAM_CHAOS_EACH") == "1"
+OTHERS = (
+    "capture.committed:3",
+    "capture.replication_started",
+    *(("capture.block_appended:3", "journal.head_published:3") if EACH else ()),
+)
 ROUNDS = 60
 COUNTS = {"bulk.chunk_read": 3, "bulk.chunk_appended": 3}
 
