@@ -146,8 +146,9 @@ def _checked(slice: Slice, bases: tuple[str, ...]) -> pa.RecordBatch:
     """All rows in the bytes of a slice, whatever their relation."""
     global _last
     key = (bases, slice.journal_id, slice.segment, slice.offset, slice.length, slice.crc)
-    if _last is not None and _last[0] == key:
-        return _last[1]
+    last = _last  # another thread of this process may open another window meanwhile
+    if last is not None and last[0] == key:
+        return last[1]
     locations = Locations(bases)
     _check_journal(slice, locations)
     data = locations.read(f"segments/{slice.segment}.arrows", slice.offset, slice.length)

@@ -62,13 +62,14 @@ def binding_of(spark: SparkSession, shaping: Shaping | None, relation: Relation,
     if shaping is None or relation_id == MESSAGES or not wants_spark(shaping, relation):
         return None
     about = shaping.key(), relation
-    if about not in _known:
+    binding = _known.get(about)
+    if binding is None:
         bound = compiled_by(SparkAnalyst(lambda: spark), shaping, relation)
         assert bound is not None  # noqa: S101 - something is for this table
         if len(_known) >= MOST_KNOWN:
             _known.clear()
-        _known[about] = Binding(shaping, relation, bound.outputs)
-    return _known[about]
+        binding = _known[about] = Binding(shaping, relation, bound.outputs)
+    return binding
 
 
 def run_shaped(spark: SparkSession, plan: StagePlan, span: SeqRange) -> tuple[Sequence[Row], int] | None:
