@@ -31,7 +31,7 @@ def prepared(database: Database, work: Path, monkeypatch: pytest.MonkeyPatch, *,
 def test_new_rows_come_in_bulk_until_the_slot_has_followed(
     database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream, in_bulk = prepared(database, tmp_path, monkeypatch, seconds=60)
+    stream, in_bulk = prepared(database, tmp_path, monkeypatch, seconds=600)
     events: list[Event] = []
     with drive_copy(database, tmp_path, in_bulk, events) as driver:
         driver.catch_up()

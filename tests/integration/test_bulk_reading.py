@@ -10,7 +10,7 @@ import pytest
 from millstream.observe import Event
 from millstream.sources.postgres import reading
 from tests.fixtures.bulk import TABLES, copy_slot, count, drive_copy, facts, plain, small_steps, write_history
-from tests.fixtures.capture import Driver, drive
+from tests.fixtures.capture import SECONDS, Driver, drive
 from tests.fixtures.postgres import Database
 
 pytestmark = pytest.mark.postgres
@@ -90,7 +90,7 @@ def test_changing_over_in_the_middle_of_a_load(
     worker.start()
     events: list[Event] = []
     try:
-        assert written.wait(60)
+        assert written.wait(SECONDS)
         with drive_copy(database, tmp_path, live, events) as driver:
             driver.connect()
             while count(events, "source.bulk_ended") < 3:

@@ -82,7 +82,7 @@ def test_a_value_that_does_not_fit_is_kept_aside_and_everything_else_flows(
     create(database)
     with engine:
         engine.upsert_stream(stream(tmp_path, database, narrow))
-        engine.await_ready("shop", 60)
+        engine.await_ready("shop", 120)
         database.sql("INSERT INTO item SELECT i, 'name ' || i, 'body' FROM generate_series(1, 200) i")
         database.sql("UPDATE item SET name = '日本' WHERE id IN (17, 150)")
         database.sql("INSERT INTO item VALUES (300, 'after', '日本')")
@@ -113,7 +113,7 @@ def test_a_value_that_does_not_fit_is_kept_aside_and_everything_else_flows(
         assert {one["outcome"] for one in done if one["id"] != last["id"]} == {"superseded"}
         assert command(engine, "purge", str(last["id"])) == {"purged": 1}
         assert command(engine, "list") == []
-        assert engine.get_status("shop").healthy
+        await_that(lambda: engine.get_status("shop").healthy)
     assert in_sqlite(tmp_path) == database.sql(ITEMS)
 
 
@@ -126,7 +126,7 @@ def test_a_value_that_nobody_has_is_read_from_the_source(
     made = stream(tmp_path, database, narrow, ONE)
     with engine:
         engine.upsert_stream(replace(made, targets=made.targets[:1]))
-        engine.await_ready("shop", 60)
+        engine.await_ready("shop", 120)
         engine.pause("shop")
         database.sql("UPDATE item SET name = 'new' WHERE id = 1")
         # By the time these are delivered, the source has gone on.
@@ -151,7 +151,7 @@ def test_a_row_of_a_baseline_that_does_not_fit_is_a_letter_too(
     )
     with engine:
         engine.upsert_stream(replace(stream(tmp_path, database, narrow), mode=Mode.SNAPSHOT_THEN_CDC))
-        engine.await_ready("shop", 60)
+        engine.await_ready("shop", 120)
         assert narrow.sql(ITEMS) == database.sql(f"SELECT * FROM ({ITEMS}) t WHERE id <> 77")
         assert in_sqlite(tmp_path) == database.sql(ITEMS)
         (letter,) = engine.dead_letters("shop", "copy")

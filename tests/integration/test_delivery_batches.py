@@ -107,7 +107,11 @@ def test_a_table_that_changes_its_columns_in_a_batch_goes_on(bench: Bench, spark
 
 
 def events_of(spark: SparkSession) -> list[dict[str, Any]]:
-    """What Spark has written into its event log so far."""
+    """What Spark has written into its event log, when all that has happened is in it."""
+    # The end of a job flushes the log; the job is one of our own, behind all others.
+    spark.range(1).count()
+    jvm_context: Any = spark.sparkContext._jsc.sc()
+    jvm_context.listenerBus().waitUntilEmpty(120_000)
     directory = Path(unquote(urlparse(spark.conf.get("spark.eventLog.dir")).path))
     (log,) = (path for path in directory.iterdir() if spark.sparkContext.applicationId in path.name)
     return [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
@@ -129,15 +133,14 @@ def test_a_hundred_tables_are_one_job_and_rows_stay_off_the_driver(spark: SparkS
     (batch,) = bench.watching.of("delivery.batch")
     assert len(batch.fields["tables"]) == 100
     assert delivered(bench.log) == journal.written
-    # A job of our own behind the batch's: when its end is in the log, all of the batch is.
-    spark.range(1).count()
-    jobs = [event for event in events_of(spark) if event["Event"] == "SparkListenerJobStart"][jobs_before:]
+    events = events_of(spark)
+    jobs = [event for event in events if event["Event"] == "SparkListenerJobStart"][jobs_before:]
     ours = [job for job in jobs if "shop/log" in json.dumps(job["Properties"])]
     assert len(ours) == 1
     stages = set(ours[0]["Stage IDs"])
     results = [
         event["Task Metrics"]["Result Size"]
-        for event in events_of(spark)
+        for event in events
         if event["Event"] == "SparkListenerTaskEnd" and event["Stage ID"] in stages
     ]
     assert results

@@ -28,7 +28,7 @@ def sql(server: EmbeddedPostgres, text: str) -> list[tuple[object, ...]]:
     return Database(server, "postgres").sql(text)
 
 
-def await_gone(pid: int, seconds: float = 30.0) -> None:
+def await_gone(pid: int, seconds: float = 120.0) -> None:
     """Return when the process has ended (though perhaps nobody has reaped it); fail if it does not."""
     try:
         handle = os.pidfd_open(pid)

@@ -43,7 +43,7 @@ def test_deleting_the_last_stream_leaves_nothing_on_the_server(
         engine.upsert_stream(stream(tmp_path, database, "orders", "public.orders"))
         engine.upsert_stream(stream(tmp_path, database, "items", "public.items"))
         for name in ("orders", "items"):
-            engine.await_ready(name, 60)
+            engine.await_ready(name, 120)
         database.sql("INSERT INTO orders VALUES (1, 'an order'); INSERT INTO items VALUES (2, 'an item')")
         for name, expected in (("orders", (1, "an order")), ("items", (2, "an item"))):
             await_that(lambda name=name: engine.get_status(name).events_replicated == 1)  # type: ignore[misc]
@@ -55,7 +55,7 @@ def test_deleting_the_last_stream_leaves_nothing_on_the_server(
         database.await_true("SELECT array_agg(tablename::text) = ARRAY['orders'] FROM pg_publication_tables")
         # A table that is added is captured when the stream is ready again.
         engine.upsert_stream(stream(tmp_path, database, "orders", "public.orders", "public.items"))
-        engine.await_ready("orders", 60)
+        engine.await_ready("orders", 120)
         database.sql("INSERT INTO items VALUES (3, 'at once')")
         await_that(lambda: engine.get_status("orders").events_replicated == 2)
         assert delivered(tmp_path, "orders")["public.items"] == [(3, "at once")]
@@ -80,7 +80,7 @@ def test_two_streams_share_a_source_and_a_session(spark: SparkSession, database:
             [stream(tmp_path, database, name, f"public.{name}") for name in ("orders", "items")],
         )
         for name in ("orders", "items"):
-            engine.await_ready(name, 60)
+            engine.await_ready(name, 120)
         database.sql("INSERT INTO orders SELECT i, 'order' FROM generate_series(1, 50) i")
         database.sql("INSERT INTO items SELECT i, 'item' FROM generate_series(1, 70) i")
         for name, count in (("orders", 50), ("items", 70)):

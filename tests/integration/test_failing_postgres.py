@@ -18,7 +18,7 @@ from tests.fixtures.capture import source_spec
 from tests.fixtures.delivery import Impatient
 from tests.fixtures.disks import mounted
 from tests.fixtures.engines import QUICK, await_that
-from tests.fixtures.postgres import TEST_SETTINGS, Database
+from tests.fixtures.postgres import TEST_SETTINGS, Database, once_free
 
 pytestmark = pytest.mark.postgres
 
@@ -50,7 +50,7 @@ class Shop:
         )
         self.engine.start()
         self.engine.upsert_stream(StreamSpec("shop", spec, Mode.CDC, targets, checkpoint_interval_ms=100))
-        self.engine.await_ready("shop", 60)
+        self.engine.await_ready("shop", 120)
 
     def write(self, count: int = 100) -> None:
         self.source.sql(f"INSERT INTO item SELECT {self.rows} + i, repeat('n', 200) FROM generate_series(1, {count}) i")
@@ -103,7 +103,7 @@ def shop(
     made.start()
     yield made
     engine.stop()
-    maintenance.sql(f"DROP DATABASE {name} WITH (FORCE)")
+    once_free(maintenance, f"DROP DATABASE {name} WITH (FORCE)")
 
 
 def retried(shop: Shop) -> None:
@@ -157,7 +157,7 @@ def test_a_database_without_room_is_waited_for(shop: Shop) -> None:
         shop.copy.sql("ALTER TABLE item SET TABLESPACE small")
         shop.write(20_000)
         retried(shop)
-        assert "DiskFull" in (shop.target().retrying or "")
+        await_that(lambda: "DiskFull" in (shop.target().retrying or ""))
         shop.others_flow()
         disk.resize("64m")
         shop.equal()

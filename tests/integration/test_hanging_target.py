@@ -52,7 +52,7 @@ def test_a_target_that_hangs_from_the_start_holds_up_neither_others_nor_the_end(
             # While it waits for an answer once more, it is stopped.
             began = time.monotonic()
             engine.pause("shop", "hangs")
-            assert time.monotonic() - began < 10 * PATIENCE
+            assert time.monotonic() - began < 25 * PATIENCE
             line.release()
             engine.resume("shop", "hangs")
             await_that(lambda: status("hangs")[0] == 1)

@@ -43,7 +43,7 @@ def started(engine: Engine, database: Database, root: Path, policy: OnFull) -> N
     """A stream to two targets, of which one stands still."""
     database.sql("CREATE TABLE item (id int PRIMARY KEY, body text)")
     engine.upsert_stream(stream(root, database, policy, "fast", "slow"))
-    engine.await_ready("shop", 60)
+    engine.await_ready("shop", 120)
     engine.pause("shop", "slow")
 
 
@@ -131,10 +131,10 @@ def test_the_oldest_changes_are_dropped_on_consent_and_the_target_must_begin_ane
         lost = target(engine.get_status("shop"), "slow")
         assert "the journal begins at" in (lost.error or "")
         assert "new target" in (lost.hint or "")
-        assert watching.of("capture.journal_dropped")
-        assert engine.get_status("shop").source.error is None
+        await_that(lambda: bool(watching.of("capture.journal_dropped")))
+        await_that(lambda: engine.get_status("shop").source.error is None)
         with pytest.raises(NotReady, match="target slow"):
-            engine.await_ready("shop", 60)
+            engine.await_ready("shop", 120)
         # What it can never get does not hold the source's log either.
         slot = f"FROM pg_replication_slots WHERE slot_name = 'millstream_{database.name}'"
         database.await_true(f"SELECT pg_current_wal_flush_lsn() - confirmed_flush_lsn < 1000000 {slot}")
@@ -146,6 +146,6 @@ def test_the_oldest_changes_are_dropped_on_consent_and_the_target_must_begin_ane
     assert target(engine.get_status("shop"), "slow").state is StreamState.NEEDS_RELOAD
     with engine:
         engine.upsert_stream(stream(tmp_path, database, OnFull.DROP_OLDEST, "fast", "anew"))
-        engine.await_ready("shop", 60)
+        engine.await_ready("shop", 120)
         database.sql("UPDATE item SET body = 'changed'")
         equal(database, tmp_path, "fast", "anew")

@@ -337,13 +337,13 @@ def test_a_lost_connection_is_replaced(database: Database, copy: Database, tmp_p
 
 
 def test_a_session_that_nobody_uses_does_not_stay(copy: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "IDLE", "200ms")
+    monkeypatch.setattr(sessions, "IDLE", "1500ms")
     target = opened(copy)
     count = (
         "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'millstream' AND datname = current_database()"
     )
     assert copy.sql(count) == [(1,)]
-    copy.await_true(f"SELECT ({count}) = 0", 10)
+    copy.await_true(f"SELECT ({count}) = 0")
     target.open(CONTEXT)
     assert target.cursor() is None
 

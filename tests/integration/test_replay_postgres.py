@@ -53,7 +53,7 @@ def test_an_intact_mirror_is_not_touched_and_lost_rows_come_back(
 
     with engine:
         engine.upsert_stream(shop)
-        engine.await_ready("shop", 60)
+        engine.await_ready("shop", 120)
         write(database)
         expected = database.sql(ROWS)
         database.await_true("SELECT true")

@@ -70,7 +70,7 @@ def test_a_journal_forgets_under_its_readers_and_never_past_the_slowest(
 
     with Engine(tmp_path / "home") as engine:
         engine.upsert_stream(stream(tmp_path, database))
-        engine.await_ready("shop", 60)
+        engine.await_ready("shop", 120)
         kept = Kept(engine)
 
         def has_all(*targets: str) -> bool:

@@ -96,16 +96,16 @@ def test_every_kind_of_target_gets_a_copy_once_and_nothing_is_left_on_the_source
     copy = stream(database, *kinds.values())
     with engine:
         engine.upsert_stream(copy)
-        status = engine.await_ready("copy", 60)
+        status = engine.await_ready("copy", 120)
         assert status.state is StreamState.COMPLETE
         assert status.healthy
         await_that(lambda: bool(watching.of("stream.complete")))
-    assert left_on(database) == []
+    await_that(lambda: left_on(database) == [])
     assert held(tmp_path, other) == dict.fromkeys(kinds, ROWS)
     database.sql("INSERT INTO orders VALUES (4, 'too late')")
     with engine:
         await_that(lambda: engine.get_status("copy").source.state == "not captured")
-        engine.await_ready("copy", 60)
+        engine.await_ready("copy", 120)
     assert len(watching.of("snapshot.finished")) == len(kinds), "a second run copies nothing"
     assert held(tmp_path, other) == dict.fromkeys(kinds, ROWS)
     status = engine.get_status("copy")
@@ -122,7 +122,7 @@ def test_a_copy_with_a_limit_on_columns_and_rows(engine: Engine, database: Datab
     source = source_spec(database, "public.orders", options=limits)
     with engine:
         engine.upsert_stream(replace(stream(database, target("sqlite", path=str(tmp_path / "c.db"))), source=source))
-        engine.await_ready("copy", 60)
+        engine.await_ready("copy", 120)
     with closing(sqlite3.connect(tmp_path / "c.db")) as lite:
         assert lite.execute('SELECT * FROM "public.orders" ORDER BY id').fetchall() == [(2, 0), (3, 0)]
 
@@ -142,7 +142,7 @@ def test_what_does_not_fit_a_copy_is_refused(engine: Engine, database: Database,
     with engine:
         engine.upsert_stream(nobody)
         with pytest.raises(NotReady, match="name no table that can be copied"):
-            engine.await_ready("nobody", 60)
+            engine.await_ready("nobody", 120)
 
 
 def test_a_copy_needs_no_publication_but_the_right_to_read(database: Database) -> None:
@@ -180,4 +180,5 @@ def test_a_copy_that_is_killed_starts_again_and_doubles_nothing(database: Databa
     rows = rows_read(place, list(directories.values()))
     assert pc.count_distinct(rows["_ms_event_id"]).as_py() == rows.num_rows
     assert len(commits_of(place)) == 1
-    assert left_on(database) == []
+    # A temporary slot goes when the server notices the end of its connection.
+    await_that(lambda: left_on(database) == [])

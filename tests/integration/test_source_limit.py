@@ -46,5 +46,5 @@ def test_beyond_the_limit_the_policy_decides(database: Database, tmp_path: Path,
         else:
             assert heard(capture, "capture.log_released")
             database.await_true(f"SELECT ({kept(database)}) <= {LIMIT}")
-            assert capture.supervisor.last_status["released"] >= 1
+            assert capture.supervisor.wait_for(lambda s: s.last_status["released"] >= 1, SECONDS)
         assert len(capture.rows()) == 8000, "whatever is acknowledged, the journal has every row"

@@ -152,7 +152,7 @@ def test_a_stream_that_is_killed_in_between_has_every_change_once(
     kill_planner()
     killed.set()
     with pytest.raises(StreamingQueryException):
-        query.awaitTermination(60)
+        query.awaitTermination(120)
     writer.join()
     last = frame().writeStream.format("parquet").option("path", str(tmp_path / "rows"))
     last = last.option("checkpointLocation", str(tmp_path / "checkpoint")).trigger(availableNow=True)

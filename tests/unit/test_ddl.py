@@ -44,7 +44,7 @@ AFTER = {"public.items": [(10, "nut"), (11, "bolt")], "public.orders": [(1, "fir
 def gated(engine: Engine, script: Script, root: Path, policy: str = "gate", targets: str = "log copy") -> None:
     engine.start()
     engine.upsert_stream(replace(stream(script, root, targets=targets), ddl=(("add_column", policy),)))
-    engine.await_ready("shop", 60)
+    engine.await_ready("shop", 120)
 
 
 def is_gated(engine: Engine) -> bool:
@@ -96,7 +96,7 @@ def test_a_gate_holds_the_streams_own_tables_only(engine: Engine, script: Script
     chosen = stream(script, tmp_path, "parts", tables=("public.items",))
     engine.upsert_streams([replace(chosen, ddl=(("add_column", "halt"),)), stream(script, tmp_path)])
     for name in ("parts", "shop"):
-        engine.await_ready(name, 60)
+        engine.await_ready(name, 120)
     fill(script)
     await_that(lambda: delivered(tmp_path, "parts") == {"public.items": [(10, "nut"), (11, "bolt")]})
     await_that(lambda: delivered(tmp_path) == AFTER)

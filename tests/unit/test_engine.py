@@ -28,7 +28,7 @@ def test_the_life_of_a_stream(engine: Engine, script: Script, tmp_path: Path, wa
     shop = stream(script, tmp_path)
     replicator.upsert_stream(shop)
     assert replicator.list_streams() == [shop]
-    engine.await_ready("shop", 60)
+    engine.await_ready("shop", 120)
     script.insert("public.orders", id=1, note="first")
     await_that(lambda: replicator.get_status("shop").events_replicated == 1)
 
@@ -65,9 +65,8 @@ def test_the_life_of_a_stream(engine: Engine, script: Script, tmp_path: Path, wa
     assert delivered(tmp_path) == expected, "what was delivered stays"
     with pytest.raises(UnknownStream, match="has no stream shop"):
         replicator.get_status("shop")
-    kinds = [event.kind for event in watching.events if event.kind.startswith("stream.")]
     for kind in ("stream.applied", "stream.ready", "stream.paused", "stream.resumed", "stream.deleted"):
-        assert kind in kinds
+        await_that(lambda kind=kind: bool(watching.of(kind)))  # type: ignore[misc]
 
 
 def test_two_streams_on_one_source_share_its_capture_and_get_their_own_tables(
@@ -75,13 +74,13 @@ def test_two_streams_on_one_source_share_its_capture_and_get_their_own_tables(
 ) -> None:
     engine.start()
     engine.upsert_stream(stream(script, tmp_path, "orders", tables=("public.orders",)))
-    engine.await_ready("orders", 60)
+    engine.await_ready("orders", 120)
     script.insert("public.orders", id=1, note="before the other stream")
     script.insert("public.items", id=1, note="nobody wants it yet")
     await_that(lambda: engine.get_status("orders").events_replicated == 1)
     engine.upsert_stream(stream(script, tmp_path, "items", tables=("public.items",)))
-    engine.await_ready("items", 60)
-    engine.await_ready("orders", 60)
+    engine.await_ready("items", 120)
+    engine.await_ready("orders", 120)
     with script.transaction() as changes:
         changes.insert("public.orders", id=2, note="in one")
         changes.insert("public.items", id=2, note="transaction")
@@ -89,8 +88,7 @@ def test_two_streams_on_one_source_share_its_capture_and_get_their_own_tables(
     await_that(lambda: engine.get_status("items").events_replicated == 1)
     assert delivered(tmp_path, "orders") == {"public.orders": [(1, "before the other stream"), (2, "in one")]}
     assert delivered(tmp_path, "items") == {"public.items": [(2, "transaction")]}
-    first, second = engine.get_status("items"), engine.get_status("orders")
-    assert first.source == second.source
+    await_that(lambda: engine.get_status("items").source == engine.get_status("orders").source)
     # Paused, a stream holds what its source may forget; deleted, it leaves the source to the other.
     engine.pause("items")
     script.insert("public.orders", id=3, note="after")
@@ -114,7 +112,7 @@ def test_what_was_captured_for_a_stream_that_is_gone_is_nobody_elses(
     engine.upsert_streams([stream(script, tmp_path, name, tables=(f"public.{name}",)) for name in names])
     engine.pause("orders")
     with engine:
-        engine.await_ready("items", 60)
+        engine.await_ready("items", 120)
         script.insert("public.items", id=1, note="an item")
         script.insert("public.orders", id=1, note="an order")
         await_that(lambda: engine.get_status("orders").lag_events == 2)
@@ -134,7 +132,7 @@ def test_a_lane_passes_batches_that_have_nothing_of_its_stream(engine: Engine, s
     engine.upsert_streams(
         [replace(orders, targets=(lane,)), stream(script, tmp_path, "items", tables=("public.items",))]
     )
-    engine.await_ready("orders", 60)
+    engine.await_ready("orders", 120)
     for id_ in (1, 2, 3):
         script.insert("public.items", id=id_, note="not for the lane")
         await_that(lambda id_=id_: engine.get_status("items").events_replicated == id_)  # type: ignore[misc]
@@ -152,7 +150,7 @@ def test_streams_outlive_the_engine_that_ran_them(engine: Engine, script: Script
     engine.pause("shop", "copy")
     assert engine.get_status("shop").state is StreamState.CREATED
     with engine:
-        status = engine.await_ready("shop", 60)
+        status = engine.await_ready("shop", 120)
         assert [target.state for target in status.targets] == [StreamState.RUNNING, StreamState.PAUSED]
         script.insert("public.orders", id=1, note="one")
         await_that(lambda: delivered(tmp_path) == {"public.orders": [(1, "one")]})
@@ -165,13 +163,13 @@ def test_streams_outlive_the_engine_that_ran_them(engine: Engine, script: Script
 def test_a_replaced_stream_goes_on_from_its_checkpoint(engine: Engine, script: Script, tmp_path: Path) -> None:
     engine.start()
     engine.upsert_stream(stream(script, tmp_path))
-    engine.await_ready("shop", 60)
+    engine.await_ready("shop", 120)
     script.insert("public.orders", id=1, note="one")
     await_that(lambda: engine.get_status("shop").events_replicated == 1)
-    started = threading.enumerate()
+    started = [thread for thread in threading.enumerate() if thread.name == "delivery-shop-log"]
     engine.upsert_stream(stream(script, tmp_path, targets="log copy"))
-    assert [thread for thread in started if not thread.is_alive()] == [], "a target that stays as it is goes on"
-    engine.await_ready("shop", 60)
+    assert [thread.is_alive() for thread in started] == [True], "a target that stays as it is goes on"
+    engine.await_ready("shop", 120)
     script.insert("public.orders", id=2, note="two")
     for target in ("log", "copy"):
         has = partial(delivered, tmp_path, target=target)
@@ -211,7 +209,7 @@ def test_a_journal_that_goes_away_under_a_running_engine_stops_its_streams_alone
     bank = stream(other, tmp_path, "bank")
     engine.upsert_stream(replace(bank, source=other.source("other", ("public.*",))))
     for name in ("shop", "bank"):
-        engine.await_ready(name, 60)
+        engine.await_ready(name, 120)
     engine.home.journal_path("main").rename(tmp_path / "gone")
     await_that(lambda: engine.get_status("shop").state is StreamState.FAILED)
     other.insert("public.orders", id=1, note="goes on")
@@ -232,7 +230,7 @@ def test_a_lost_journal_fails_its_streams_and_is_re_based_for_all_of_them(
     with engine:
         engine.upsert_streams([stream(script, tmp_path, name, tables=(f"public.{name}",)) for name in names])
         for name in names:
-            engine.await_ready(name, 60)
+            engine.await_ready(name, 120)
         with script.transaction() as changes:
             changes.insert("public.orders", id=1, note="before")
             changes.insert("public.items", id=1, note="before")
@@ -242,7 +240,7 @@ def test_a_lost_journal_fails_its_streams_and_is_re_based_for_all_of_them(
     with engine:
         for name in names:
             with pytest.raises(NotReady, match="but there is no journal"):
-                engine.await_ready(name, 60)
+                engine.await_ready(name, 120)
     assert not engine.home.journal_path("main").exists(), "nothing is made anew behind a cursor's back"
     rebase(engine.home, "orders", confirm=True)
     with engine:
@@ -259,14 +257,14 @@ def test_a_source_that_halts_fails_its_stream_and_resume_tries_again(
 ) -> None:
     engine.start()
     engine.upsert_stream(stream(script, tmp_path))
-    engine.await_ready("shop", 60)
+    engine.await_ready("shop", 120)
     (tmp_path / "script" / "slot-main.json").rename(tmp_path / "slot")
     script.fail("the connection is lost")
     await_that(lambda: engine.get_status("shop").state is StreamState.FAILED)
     with pytest.raises(NotReady, match="has no slot"):
-        engine.await_ready("shop", 60)
+        engine.await_ready("shop", 120)
+    await_that(lambda: engine.get_status("shop").errors_last_hour >= 2)
     status = engine.get_status("shop")
-    assert status.errors_last_hour >= 2
     assert "has no slot" in (status.last_error or "")
     (tmp_path / "slot").rename(tmp_path / "script" / "slot-main.json")
     engine.resume("shop")

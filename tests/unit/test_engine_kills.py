@@ -100,7 +100,7 @@ def test_a_deletion_that_was_killed_anywhere_goes_on_with_the_next_command(
     shop = stream(script, tmp_path)
     with engine:
         engine.upsert_stream(shop)
-        engine.await_ready("shop", 60)
+        engine.await_ready("shop", 120)
         script.insert("public.orders", id=1, note="delivered")
         await_that(lambda: engine.get_status("shop").events_replicated == 1)
     home, slot = engine.home.path, tmp_path / "script" / "slot-main.json"
@@ -125,7 +125,7 @@ def test_a_deletion_that_was_killed_anywhere_goes_on_with_the_next_command(
     # A new life under the same name, at another place, has nothing of the old one.
     with engine:
         engine.upsert_stream(stream(script, tmp_path, targets="fresh"))
-        engine.await_ready("shop", 60)
+        engine.await_ready("shop", 120)
         script.insert("public.orders", id=2, note="new")
         await_that(lambda: delivered(tmp_path, target="fresh") == {"public.orders": [(2, "new")]})
         await_that(lambda: engine.get_status("shop").events_replicated == 1)
@@ -162,7 +162,7 @@ def test_streams_and_pauses_survive_a_kill_of_the_command_and_of_the_engine(
 
     # The engine dies over what it was asked: whoever asked does it himself, and nothing is delivered twice.
     process = managing.start("run", at="engine.pause_saved")
-    engine.await_ready("shop", 60)
+    engine.await_ready("shop", 120)
     script.insert("public.orders", id=1, note="one")
     await_that(lambda: delivered(tmp_path) == {"public.orders": [(1, "one")]})
     engine.pause("shop")
@@ -183,7 +183,7 @@ def test_a_replay_that_was_killed_leaves_nothing_out_and_nothing_twice(
     every = {"public.orders": [(id_, "again") for id_ in range(1, 5)]}
     with engine:
         engine.upsert_stream(stream(script, tmp_path))
-        engine.await_ready("shop", 60)
+        engine.await_ready("shop", 120)
         for id_ in range(1, 5):
             script.insert("public.orders", id=id_, note="again")
             await_that(lambda id_=id_: engine.get_status("shop").events_replicated == id_)  # type: ignore[misc]
@@ -205,12 +205,12 @@ def test_the_command_reaches_a_run_from_another_process(
 ) -> None:
     engine.upsert_stream(stream(script, tmp_path))
     process = managing.start("command", "run", "--quiet")
-    engine.await_ready("shop", 60)
+    engine.await_ready("shop", 120)
     home = ["--home", str(engine.home.path)]
     began = time.monotonic()
     done = CliRunner().invoke(app, ["pause", "shop", "--target", "log", *home])
     assert (done.stdout, done.exit_code) == ("shop/log: paused\n", 0)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60, "nobody waited in vain"
     script.insert("public.orders", id=1, note="one")
     await_that(lambda: engine.get_status("shop").lag_events == 1)
     assert CliRunner().invoke(app, ["resume", "shop", *home]).exit_code == 0
@@ -221,7 +221,7 @@ def test_the_command_reaches_a_run_from_another_process(
     await_that(lambda: engine.get_status("shop").events_replicated == 2)
     assert delivered(tmp_path) == {"public.orders": [(1, "one")]}
     engine.upsert_stream(stream(script, tmp_path, "bank", tables=("public.items",)))
-    engine.await_ready("bank", 60)
+    engine.await_ready("bank", 120)
     wrong = CliRunner().invoke(app, ["delete", "shoop", *home])
     assert (wrong.exit_code, wrong.stdout) == (1, "")
     assert "did you mean shop?" in wrong.stderr

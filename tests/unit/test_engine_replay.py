@@ -24,7 +24,7 @@ def deliver_three(engine: Engine, script: Script, root: Path) -> list[datetime]:
     """Three batches of one row each; when each was there."""
     engine.start()
     engine.upsert_stream(stream(script, root))
-    engine.await_ready("shop", 60)
+    engine.await_ready("shop", 120)
     times = []
     for id_ in (1, 2, 3):
         script.insert("public.orders", id=id_, note="one of them")

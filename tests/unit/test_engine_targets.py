@@ -29,7 +29,7 @@ def test_a_refused_target_stops_alone_and_says_why(engine: Engine, script: Scrip
     engine.start()
     engine.upsert_stream(stream(script, tmp_path, targets="copy log"))
     with pytest.raises(NotReady, match=r"has failed: target copy: .*shop/copy"):
-        engine.await_ready("shop", 60)
+        engine.await_ready("shop", 120)
     await_that(lambda: engine.get_status("shop").targets[1].state is StreamState.RUNNING)
     script.insert("public.orders", id=1, note="one")
     await_that(lambda: delivered(tmp_path) == ONE)
@@ -42,7 +42,7 @@ def test_a_refused_target_stops_alone_and_says_why(engine: Engine, script: Scrip
     (tmp_path / "shop" / "copy").unlink()
     engine.resume("shop", "copy")
     await_that(lambda: delivered(tmp_path, target="copy") == ONE)
-    assert engine.await_ready("shop", 60).targets[0].error is None
+    assert engine.await_ready("shop", 120).targets[0].error is None
 
 
 class Slow:
@@ -58,7 +58,7 @@ class Slow:
 
     def publish(self, range: SeqRange, end_position: int, receipts: Sequence[Receipt]) -> None:
         self._entered.set()
-        assert self._may_end.wait(60)
+        assert self._may_end.wait(240)
         self._inner.publish(range, end_position, receipts)
 
 
@@ -78,9 +78,9 @@ def test_a_pause_returns_when_the_batch_at_hand_has_ended(
     monkeypatch.setattr(running, "open_target", opened)
     engine.start()
     engine.upsert_stream(stream(script, tmp_path, targets="copy log"))
-    engine.await_ready("shop", 60)
+    engine.await_ready("shop", 120)
     script.insert("public.orders", id=1, note="one")
-    assert entered.wait(60)
+    assert entered.wait(120)
     threading.Thread(target=pause, daemon=True).start()
     await_that(lambda: engine.get_status("shop").targets[0].state is StreamState.PAUSED)
     script.insert("public.orders", id=2, note="two")
@@ -89,7 +89,7 @@ def test_a_pause_returns_when_the_batch_at_hand_has_ended(
     assert not paused.is_set()
     assert delivered(tmp_path, target="copy") == {}
     may_end.set()
-    assert paused.wait(60)
+    assert paused.wait(120)
     assert delivered(tmp_path, target="copy") == ONE
     assert engine.get_status("shop").targets[0].seq == 1
 
@@ -105,7 +105,7 @@ def test_a_target_that_cannot_be_made_any_more_fails_alone(engine: Engine, scrip
     store.close()
     with engine:
         with pytest.raises(NotReady, match="target copy: target copy: colour: Extra inputs"):
-            engine.await_ready("shop", 60)
+            engine.await_ready("shop", 120)
         script.insert("public.orders", id=1, note="one")
         await_that(lambda: delivered(tmp_path) == ONE)
         engine.upsert_stream(shop)
@@ -123,13 +123,13 @@ def test_a_target_that_cannot_be_reached_comes_back_by_itself(
     monkeypatch.setattr(running, "open_target", opened)
     engine.start()
     engine.upsert_stream(stream(script, tmp_path, targets="copy log"))
-    engine.await_ready("shop", 60)
+    engine.await_ready("shop", 120)
     script.insert("public.orders", id=1, note="one")
     await_that(lambda: delivered(tmp_path) == ONE)
     await_that(lambda: delivered(tmp_path, target="copy") == ONE)
     watching.wait_for(lambda: bool([e for e in watching.events if e.kind == "delivery.recovered"]))
     retries = [event.fields["delay_ms"] for event in watching.of("delivery.retry")]
     assert 250 <= retries[0] <= 500 <= retries[1] <= 1000, "it waits twice as long each time, with jitter"
-    status = engine.await_ready("shop", 60)
+    status = engine.await_ready("shop", 120)
     assert (status.errors_last_hour, status.targets[0].state) == (2, StreamState.RUNNING)
     assert "still gone" in (status.last_error or "")

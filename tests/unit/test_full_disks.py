@@ -81,7 +81,7 @@ def test_a_full_disk_holds_up_nobody_else_and_is_waited_out(
 
     engine.start()
     engine.upsert_stream(replace(made, targets=(*made.targets, *copies)))
-    engine.await_ready("shop", 60)
+    engine.await_ready("shop", 120)
     script.insert("public.orders", id=0, note="first")
     expected.append((0, "first"))
     await_that(lambda: all(target.events_replicated == 1 for target in on_disk()))

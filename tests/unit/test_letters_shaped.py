@@ -35,7 +35,7 @@ def test_a_shaped_row_that_is_refused_is_delivered_when_the_target_takes_it(
     rows = 'SELECT id, words, extra FROM "public.orders" ORDER BY id'
     with engine:
         engine.upsert_stream(replace(stream(script, tmp_path), targets=(copy,), shape=SHAPE))
-        engine.await_ready("shop", 60)
+        engine.await_ready("shop", 120)
         for number, note in ((1, "good"), (2, "bad"), (3, "good")):
             script.insert("public.orders", id=number, note=note)
         await_that(lambda: run(file, rows) == [(1, "good", "x"), (3, "good", "x")])

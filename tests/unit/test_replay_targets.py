@@ -55,7 +55,7 @@ def stream(script: Script, root: Path, **targets: tuple[str, dict[str, Any]]) ->
 def deliver(engine: Engine, script: Script, wanted: StreamSpec) -> None:
     engine.start()
     engine.upsert_stream(wanted)
-    engine.await_ready("shop", 60)
+    engine.await_ready("shop", 120)
     write(script)
     await_that(lambda: all(one.seq == CHANGES for one in engine.get_status("shop").targets))
 

@@ -204,7 +204,7 @@ def test_the_targets_of_a_stream_get_what_its_shape_leaves(engine: Engine, scrip
     shape = Shape(fields=(FieldFilter("note", "prefix", ("a",)),), transforms=(Step("add", (("origin", "eu"),)),))
     engine.start()
     engine.upsert_stream(with_copy(script, tmp_path, shape))
-    engine.await_ready("shop", 60)
+    engine.await_ready("shop", 120)
     with script.transaction() as changes:
         for number, note in enumerate(("a", "b", "ab")):
             changes.insert("public.orders", id=number, note=note)
@@ -222,7 +222,7 @@ def test_the_targets_of_a_stream_get_what_its_shape_leaves(engine: Engine, scrip
         engine.upsert_stream(with_copy(script, tmp_path, Shape()))
     # A changelog has from then on what the new ones say.
     engine.upsert_stream(replace(stream(script, tmp_path), shape=replace(shape, fields=())))
-    engine.await_ready("shop", 60)
+    engine.await_ready("shop", 120)
     script.insert("public.items", id=6, note="b")
     await_that(lambda: delivered(tmp_path).get("public.items") == [(6, "b")])
 
@@ -232,7 +232,7 @@ def test_a_shape_that_does_not_fit_stops_the_target_and_says_why(
 ) -> None:
     engine.start()
     engine.upsert_stream(with_copy(script, tmp_path, Shape(transforms=(Step("drop", (("id", None),)),))))
-    engine.await_ready("shop", 60)
+    engine.await_ready("shop", 120)
     script.insert("public.orders", id=1, note="a")
     await_that(lambda: engine.get_status("shop").targets[1].error is not None)
     assert "stream shop: drop: public.orders.id is part of the key" in str(engine.get_status("shop").targets[1].error)

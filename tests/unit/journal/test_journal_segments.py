@@ -24,6 +24,7 @@ from millstream.errors import JournalCorrupt, JournalError
 from millstream.journal import JournalReader, JournalWriter, describe, grouping, open_slice, verify
 from millstream.journal import sealing as sealing_module
 from millstream.model import SeqRange
+from tests.fixtures.engines import await_that
 
 
 def test_a_segment_is_rolled_at_the_first_commit_after_its_size(tmp_path: Path) -> None:
@@ -169,7 +170,7 @@ def test_the_roll_waits_for_sealing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def slow(*arguments: object) -> object:
         waiting.set()
-        assert gate.wait(60)
+        assert gate.wait(240)
         return original(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(sealing_module, "seal", slow)
@@ -187,7 +188,7 @@ def test_the_roll_waits_for_sealing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         thread.start()
         assert waiting.wait(60)
         assert not done.wait(0.2), "a third open segment would be needed"
-        assert len(segment_files(tmp_path / "j")) == 2
+        await_that(lambda: len(segment_files(tmp_path / "j")) == 2)
         gate.set()
         thread.join(60)
         assert done.is_set()
