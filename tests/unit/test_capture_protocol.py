@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from millstream.engine import capture_process
 from millstream.engine.capture_order import CaptureOrder, Control, Rebase
 from millstream.engine.capture_process import KEPT_EVENTS, NoPandas, Voice, listen
 from millstream.engine.supervisor import _error, _event
@@ -30,6 +31,12 @@ SPEC = SourceSpec(
     {"slot": "s"},
     Retention(age_ms=7, bytes=9),
 )
+
+
+@pytest.fixture(autouse=True)
+def time_for_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here somebody listens, on a machine that may be loaded."""
+    monkeypatch.setattr(capture_process, "LAST_WORDS_SECONDS", 120.0)
 
 
 def test_an_order_survives_the_way_as_json() -> None:
@@ -55,11 +62,19 @@ def test_nothing_is_heard_after_a_stop() -> None:
 
 
 def test_events_are_all_said_and_of_statuses_the_last() -> None:
-    out = io.StringIO()
+    all_said = threading.Event()
+
+    class Slow(io.StringIO):
+        def write(self, text: str) -> int:
+            assert all_said.wait(120)
+            return super().write(text)
+
+    out = Slow()
     voice = Voice(out)
     for number in range(20):
         voice.event(Event("a.b", "m", fields={"n": number}))
         voice.status({"state": "running", "n": number})
+    all_said.set()
     voice.close()
     said = [json.loads(line) for line in out.getvalue().splitlines()]
     assert [one["event"]["fields"]["n"] for one in said if "event" in one] == list(range(20))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -85,7 +84,7 @@ def test_a_full_disk_holds_up_nobody_else_and_is_waited_out(
     script.insert("public.orders", id=0, note="first")
     expected.append((0, "first"))
     await_that(lambda: all(target.events_replicated == 1 for target in on_disk()))
-    (disk.path / "ballast").write_bytes(b"\1" * max(shutil.disk_usage(disk.path).free - (8 << 10), 0))
+    disk.fill("ballast", leave=8 << 10)
     trade(1000)
     await_that(lambda: all(target.retrying for target in on_disk()))
     trade(2000)
