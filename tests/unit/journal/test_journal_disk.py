@@ -39,7 +39,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if made.returncode:
         pytest.skip(f"cannot mount a tmpfs here: {made.stderr.decode().strip()}")
     yield path
-    subprocess.run(["/bin/umount", str(path)], check=True)
+    subprocess.run(["/bin/umount", "--lazy", str(path)], check=True)
 
 
 @needs_mount
