@@ -63,6 +63,9 @@ EPOCH = "_ms_epoch"
 """What a changelog in a database or a lake has beside them once something was replayed to it: the number of that
 replay, NULL in rows that came for the first time."""
 
+END_POSITION = "_ms_end_position"
+"""What a table of all versions of rows has beside `_ms_position`: where the version was over."""
+
 COMMON = (*_FRONT, *_BACK)
 """Our own columns that have the same type for every table: all but `_ms_before`."""
 
@@ -93,7 +96,7 @@ def exposed(relation: Relation) -> Relation:
 
 
 def _is_ours(name: str) -> bool:
-    return name.lower() in (*METADATA, EPOCH) or name.lower().startswith(BEFORE + ".")
+    return name.lower() in (*METADATA, EPOCH, END_POSITION) or name.lower().startswith(BEFORE + ".")
 
 
 @lru_cache(maxsize=1024)

@@ -14,13 +14,15 @@ from the target. A row for which none of these can have the value is `missing`, 
 Changes of one relation, in seq order. Cutting them in two and writing the halves one after another
 gives the same table: so a run may be as short or as long as memory allows.
 
-Rows whose key changes are followed one by one (`moves`); all others are found by column.
+Rows whose key changes are followed one by one (`moves`); all others are found by column. `versions` keeps what a
+row was in between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +31,7 @@ import pyarrow.compute as pc
 
 from millstream.changelog import BEFORE, METADATA
 from millstream.model import Op
-from millstream.moves import KEPT, MISSING, Moved, follow
+from millstream.moves import KEPT, MISSING, Moved, Seen, follow
 from millstream.wire.json_columns import json_text
 
 Ints = npt.NDArray[np.int64]
@@ -64,7 +66,7 @@ def latest(changes: pa.Table, key: Sequence[str]) -> Latest:
     if len(cut):
         truncated = int(changes[SEQ][int(cut[-1])].as_py())
         changes, op = changes.slice(int(cut[-1]) + 1), op[int(cut[-1]) + 1 :]
-    return _Fold(changes, op, tuple(key), truncated).folded()
+    return Fold(changes, op, tuple(key), truncated).folded()
 
 
 def special_texts(changes: pa.Table) -> dict[str, pa.StringArray]:
@@ -90,8 +92,18 @@ def special_maps(texts: Mapping[str, pa.StringArray], size: int) -> pa.MapArray:
     return pa.Array.from_buffers(kind, size, [there, offsets], children=[pairs])
 
 
-class _Fold:
-    """The changes after the last truncate. A *place* is where a value stands: n for the new row of
+class Gathered(NamedTuple):
+    """Rows with what is not known of them: see `Latest`."""
+
+    rows: pa.Table
+    kept: Mapping[str, Bools]
+    base: pa.Table | None
+    special: Mapping[str, pa.StringArray]
+    missing: Sequence[int]
+
+
+class Fold:
+    """Changes of one relation without a truncate among them. A *place* is where a value stands: n for the new row of
     change n, `size` + n for its old row."""
 
     def __init__(self, changes: pa.Table, op: npt.NDArray[np.uint8], key: tuple[str, ...], truncated: int | None):
@@ -117,22 +129,30 @@ class _Fold:
         """Whether old rows are sent whole, and not only their keys."""
 
     def folded(self) -> Latest:
+        new, old, place_of = self._numbered()
+        concerned = self._concerned(new, old, len(place_of))
+        moved = self._follow(np.flatnonzero(concerned), new, old) if concerned.any() else Moved()
+        live, places, gone = self._settle(np.flatnonzero(~concerned), new, len(place_of))
+        return self._assemble(live, places, gone, new, moved, place_of)
+
+    def _numbered(self) -> tuple[Ints, Ints, Ints]:
+        """Small numbers for keys: that of each change's row after it and before it, and where each key's value is."""
         ids = _ids([self.keys[name] for name in self.key])
         new, old = ids[: self.size], ids[self.size :]
         old = np.where(self.has_before, old, new)
         new = np.where(self.op == Op.DELETE, old, new)
-        count = int(ids.max(initial=-1)) + 1
         # Where a key's value can be found, whoever has it.
-        place_of = np.zeros(count, np.int64)
+        place_of = np.zeros(int(ids.max(initial=-1)) + 1, np.int64)
         place_of[ids] = np.arange(len(ids))
+        return new, old, place_of
+
+    def _concerned(self, new: Ints, old: Ints, count: int) -> Bools:
+        """The changes of keys that pass from row to row: they have to be followed one by one."""
         moving = np.zeros(count, bool)
         moves = (self.op == Op.UPDATE) & (new != old)
         moving[new[moves]] = moving[old[moves]] = True
         moving[new[self._strangers(new)]] = True
-        concerned = moving[new]
-        moved = self._follow(np.flatnonzero(concerned), new, old) if concerned.any() else Moved()
-        live, places, gone = self._settle(np.flatnonzero(~concerned), new, count)
-        return self._assemble(live, places, gone, new, moved, place_of)
+        return moving[new]
 
     def _settle(self, changes: Ints, keys: Ints, count: int) -> tuple[Ints, dict[str, Ints], Ints]:
         """Rows that keep their key: the last change of each says whether it lives; places of values by column."""
@@ -141,8 +161,14 @@ class _Fold:
         last = np.sort(last[last >= 0])
         dead = self.op[last] == Op.DELETE
         live = self._by_key(last[~dead])
-        order = changes[np.argsort(keys[changes], kind="stable")] if self.places else changes
-        return live, {name: self._filled(place, order, keys)[live] for name, place in self.places.items()}, last[dead]
+        return live, {name: filled[live] for name, filled in self._all_filled(changes, keys).items()}, last[dead]
+
+    def _all_filled(self, changes: Ints, keys: Ints) -> dict[str, Ints]:
+        """By column that some change did not send: for each of these changes the place of its row's value."""
+        if not self.places:
+            return {}
+        order = changes[np.argsort(keys[changes], kind="stable")]
+        return {name: self._filled(place, order, keys) for name, place in self.places.items()}
 
     def _by_key(self, changes: Ints) -> Ints:
         """The same changes in the order of their keys: whoever looks the rows up finds neighbours close together."""
@@ -166,11 +192,11 @@ class _Fold:
         filled[order] = np.where(source >= first, sent[source], KEPT)
         return filled
 
-    def _follow(self, changes: Ints, new: Ints, old: Ints) -> Moved:
+    def _follow(self, changes: Ints, new: Ints, old: Ints, seen: Seen | None = None) -> Moved:
         def is_row(change: int, other: int) -> bool:
             return bool(self._are_rows(np.array([change]), np.array([other]))[0])
 
-        return follow(changes, self.op, new, old, self.places, is_row, self.has_before)
+        return follow(changes, self.op, new, old, self.places, is_row, self.has_before, seen)
 
     def _strangers(self, keys: Ints) -> Ints:
         """Changes whose old row is not what the change before them wrote under their key.
@@ -220,31 +246,36 @@ class _Fold:
     ) -> Latest:
         change = np.concatenate([live, moved.change])
         every = {name: np.concatenate([at, moved.places[name]]) if moved.places else at for name, at in places.items()}
-        seq = self.new[SEQ]
+        found = self._gathered(change, every, np.concatenate([keys[live], moved.base]), place_of)
+        gone_keys = np.concatenate([keys[gone], moved.gone_key])
+        gone_seq = _taken(self.new[SEQ], np.concatenate([gone, moved.gone_change]))
+        return Latest(
+            truncated=self.truncated,
+            gone=self._keys_at(place_of[gone_keys]).append_column(SEQ, gone_seq),
+            rows=found.rows,
+            kept=found.kept,
+            base=found.base,
+            special=found.special,
+            missing=found.missing,
+        )
+
+    def _gathered(self, change: Ints, places: Mapping[str, Ints], base: Ints, place_of: Ints) -> Gathered:
+        """The rows that changes have left, each with the number of the key it had before all of them."""
         columns = {}
         for name in self.columns:
             if name in self.keys:
                 columns[name] = _taken(self.keys[name], change)
             else:
-                columns[name] = self._values(name, every.get(name, change))
-        rows = pa.table({**columns, SEQ: _taken(seq, change)})
-        kept = {name: at == KEPT for name, at in every.items() if name not in self.keys and (at == KEPT).any()}
-        absent = [at == MISSING for name, at in every.items() if name not in self.keys]
+                columns[name] = self._values(name, places.get(name, change))
+        kept = {name: at == KEPT for name, at in places.items() if name not in self.keys and (at == KEPT).any()}
+        absent = [at == MISSING for name, at in places.items() if name not in self.keys]
         missing = change[np.logical_or.reduce(absent)] if absent else change[:0]
-        base = None
-        if kept:
-            base_keys = np.concatenate([keys[live], moved.base])
-            base = self._keys_at(place_of[np.maximum(base_keys, 0)])
-        gone_keys = np.concatenate([keys[gone], moved.gone_key])
-        gone_seq = _taken(seq, np.concatenate([gone, moved.gone_change]))
-        return Latest(
-            truncated=self.truncated,
-            gone=self._keys_at(place_of[gone_keys]).append_column(SEQ, gone_seq),
-            rows=rows,
+        return Gathered(
+            rows=pa.table({**columns, SEQ: _taken(self.new[SEQ], change)}),
             kept=kept,
-            base=base,
-            special=self._texts(change, every),
-            missing=tuple(_taken(seq, missing).to_pylist()),
+            base=self._keys_at(place_of[np.maximum(base, 0)]) if kept else None,
+            special=self._texts(change, places),
+            missing=tuple(_taken(self.new[SEQ], missing).to_pylist()),
         )
 
     def _keys_at(self, place: Ints) -> pa.Table:

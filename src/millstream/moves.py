@@ -37,8 +37,8 @@ class Moved:
     gone_change: Ints = field(default_factory=lambda: _NONE)
 
 
-@dataclass
-class _Row:
+@dataclass(frozen=True)
+class Row:
     """A living row. `change` is -1 for one that only the target has seen."""
 
     change: int
@@ -49,6 +49,10 @@ class _Row:
         return self.places.get(column, self.change if self.change >= 0 else KEPT)
 
 
+Seen = Callable[[int, int, Row | None], None]
+"""Told after each change of the number of a key that it touched, of the change, and of the row under the key then."""
+
+
 def follow(
     changes: Ints,
     op: npt.NDArray[np.uint8],
@@ -57,16 +61,17 @@ def follow(
     places: Mapping[str, Ints],
     is_row: Callable[[int, int], bool],
     has_before: npt.NDArray[np.bool_],
+    seen: Seen | None = None,
 ) -> Moved:
     """Go through `changes`, which are in order. `new` and `old` number the keys after and before each.
 
     `places` has the columns that some change did not send. `is_row(change, other)` tells whether the
     old row of a change is what another wrote: with a deferrable key two rows share one for a while.
     """
-    living: dict[int, _Row] = {}
+    living: dict[int, Row] = {}
     free: dict[int, int] = {}
 
-    def leave(change: int, key: int) -> _Row | None:
+    def leave(change: int, key: int) -> Row | None:
         """Take the row that this change found under the key; None if nobody can know its values."""
         row = living.get(key)
         if row is not None and (not has_before[change] or is_row(change, row.change)):
@@ -76,24 +81,29 @@ def follow(
         if row is None:
             known_free = key in free
             free[key] = change
-            return None if known_free else _Row(-1, key, {})
-        return _Row(-1, key, {})
+            return None if known_free else Row(-1, key, {})
+        return Row(-1, key, {})
 
     for change in changes.tolist():
         if op[change] == Op.DELETE:
             leave(change, int(old[change]))
+            if seen is not None:
+                seen(int(old[change]), change, living.get(int(old[change])))
             continue
         key = int(new[change])
         if op[change] == Op.UPDATE:
             previous = leave(change, int(old[change]))
         else:
-            previous = None if key in free or key in living else _Row(-1, key, {})
+            previous = None if key in free or key in living else Row(-1, key, {})
         at = {column: int(place[change]) for column, place in places.items()}
         for column, place in at.items():
             if place == KEPT:
                 at[column] = MISSING if previous is None else previous.place(column)
         free.pop(key, None)
-        living[key] = _Row(change, -1 if previous is None else previous.base, at)
+        living[key] = Row(change, -1 if previous is None else previous.base, at)
+        if seen is not None:
+            for touched in {int(old[change]), key}:
+                seen(touched, change, living.get(touched))
     return Moved(
         change=np.array([row.change for row in living.values()], np.int64),
         base=np.array([row.base for row in living.values()], np.int64),

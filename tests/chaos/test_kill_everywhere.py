@@ -51,6 +51,7 @@ ELSEWHERE = {
         "tests/integration/test_delta.py",
     ),
     "delta.columns_rewritten": "tests/unit/test_evolving.py",
+    **dict.fromkeys(("delta.history_merged", "delta.history_ended"), "tests/integration/test_delta_history.py"),
     **dict.fromkeys(
         ("lane.opened", "lane.claimed", "lane.written", "lane.committed"), "tests/integration/test_delivery_kills.py"
     ),

@@ -69,6 +69,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "partition_by": {"public.item": ["feels", "flag"], "public.parts": ["region"]},
     },
     "delta changelog": {"path": "changes", "write": "changelog", "partition_by": {"public.item": ["_ms_op"]}},
+    "delta scd2": {"path": "past", "write": "scd2", "partition_by": {"public.item": ["is_current"]}},
     "duckdb soft": {"path": "soft.db", "deletes": "soft"},
     "duckdb changelog": {"path": "changes.db", "write": "changelog"},
     "sqlite": {"path": "lite.db"},
@@ -76,7 +77,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "postgres": {},
     "postgres changelog": {"write": "changelog"},
 }
-MIRRORS = [name for name in KINDS if name != "files" and "changelog" not in name]
+MIRRORS = [name for name in KINDS if name != "files" and "changelog" not in name and "scd2" not in name]
 
 
 @pytest.fixture(scope="module")

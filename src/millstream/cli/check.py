@@ -43,7 +43,7 @@ def check(
 
 
 def _preflight(source: SourceSpec, streams: list[StreamSpec]) -> list[Finding]:
-    from millstream.config.kinds import is_mirror
+    from millstream.config.kinds import is_mirror, keeps_history
     from millstream.model import Mode
     from millstream.sources import open_source, preflight_copy
     from millstream.sources.base import Severity
@@ -62,10 +62,19 @@ def _preflight(source: SourceSpec, streams: list[StreamSpec]) -> list[Finding]:
             return found
         if mirrors and not copied:
             found += _without_key(opened.relations(source.tables), mirrors)
-        shaped = [stream for stream in streams if stream.source.name == source.name and stream.shape]
-        return found + _shapes(opened, shaped)
+        mine = [stream for stream in streams if stream.source.name == source.name]
+        for stream in mine:
+            if not stream.shape and any(map(keeps_history, stream.targets)):
+                found += [one for relation in opened.relations(source.tables) for one in _names(stream, relation)]
+        return found + _shapes(opened, [stream for stream in mine if stream.shape])
     finally:
         opened.close()
+
+
+def _names(stream: StreamSpec, relation: Relation) -> list[Finding]:
+    from millstream.transforms.check import history_findings
+
+    return history_findings(stream, relation)
 
 
 def _shapes(source: Source, streams: list[StreamSpec]) -> list[Finding]:

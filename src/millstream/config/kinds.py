@@ -80,8 +80,13 @@ MIRRORS = ("delta", "duckdb", "postgres", "sqlite")
 
 
 def is_mirror(target: TargetSpec) -> bool:
-    """Whether a target keeps tables equal to the source's."""
-    return target.kind in MIRRORS and target.options.get("write", "mirror") == "mirror"
+    """Whether a target finds rows by their keys: it keeps tables equal to the source's, now or at every moment."""
+    return target.kind in MIRRORS and target.options.get("write", "mirror") != "changelog"
+
+
+def keeps_history(target: TargetSpec) -> bool:
+    """Whether a target keeps every version of each row beside the one of now."""
+    return target.options.get("write") == "scd2"
 
 
 TARGETS_LATER = (

@@ -304,8 +304,9 @@ def check_asked(spec: TargetSpec, asked: Asked) -> ComparableTarget:
         raise NotSupported(f"a target of kind {target.kind} cannot be compared with its source")
     target.reader()
     if asked.repair and not can_repair(spec):
+        form = spec.options.get("write", "changelog")
         raise NotSupported(
-            f"target {spec.name} is a changelog: what has happened cannot be repaired row by row",
+            f"target {spec.name} keeps what has happened (write: {form}), which cannot be repaired row by row",
             hint="verify it without --repair; deliver it once more with a replay, or begin a new target",
         )
     return cast(ComparableTarget, target)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from millstream.config.kinds import is_mirror
+from millstream.changelog import exposed
+from millstream.config.kinds import is_mirror, keeps_history
 from millstream.errors import ConfigError
 from millstream.model import Column, Relation, StreamSpec
 from millstream.sources.base import Finding, Severity
@@ -12,6 +13,7 @@ from millstream.sources.patterns import matcher
 from millstream.transforms.compiled import compiled_by
 from millstream.transforms.shape import Shaping
 from millstream.transforms.sql import Analyst
+from millstream.versions import ADDED
 
 _FIXED = {16, 20, 21, 23, 26, 28, 29, 700, 701, 790, 1082, 1083, 1114, 1184, 1186, 1266, 2950, 5069, 3220, 18, 19}
 """Types whose values are never stored out of line, so that every change sends them."""
@@ -34,11 +36,23 @@ def shape_findings(stream: StreamSpec, relations: Sequence[Relation], analyst: A
             continue
         if bound is not None and bound.rule.filters:
             found += _unsent(stream, relation, bound.rule.needs)
+        found += history_findings(stream, relation if bound is None else bound.relation)
     wrong_tables = {one.table for one in found if one.severity is Severity.ERROR}
     if not wrong_tables:
         message = f"the filters and transforms of stream {stream.name} fit its {len(relations)} tables"
         found.append(Finding("transforms", Severity.OK, message))
     return found
+
+
+def history_findings(stream: StreamSpec, relation: Relation) -> list[Finding]:
+    """Columns, as targets get them, that are called like those which a history has beside them."""
+    targets = [target.name for target in stream.targets if keeps_history(target)]
+    taken = [column.name for column in exposed(relation).columns if column.name.lower() in ADDED]
+    if not (targets and taken):
+        return []
+    message = f"{relation.table} has a column {taken[0]}, which {', '.join(targets)} (write: scd2) has itself"
+    fix = "rename it in the stream (transforms: rename), or write: changelog"
+    return [Finding("scd2", Severity.ERROR, message, fix, relation.table)]
 
 
 def _unmeant(stream: StreamSpec, relations: Sequence[Relation]) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 Delta's columns cannot be renamed in place, and a constant is a value in every row: the table is written anew, in one
 commit. The number of a source's column stands in the metadata of the table's, so what was done is not done again.
+In a history the versions of now get a constant, and those that had ended do not.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from millstream.changelog import END_POSITION
 from millstream.model import Relation
 from millstream.targets.constants import Constant
 from millstream.targets.evolving import evolution, numbers, renamed_since
 from millstream.targets.lanes.tables import SPECIAL
+from millstream.versions import IS_CURRENT
 
 _NUMBER = b"millstream.column"
 
@@ -44,22 +48,29 @@ class Rewriting:
 
     def rewritten(self, batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
         columns = {self._name(name): batch[name] for name in batch.schema.names if name not in self.dropped}
+        # What had ended before a column came never had it.
+        current = batch[IS_CURRENT] if END_POSITION in batch.schema.names else None
         for name, (field, constant) in self.added.items():
-            columns[name] = pa.repeat(constant.value.cast(field.type)[0], batch.num_rows)
-        columns[SPECIAL] = self._special(columns[SPECIAL])
+            values = pa.repeat(constant.value.cast(field.type)[0], batch.num_rows)
+            columns[name] = values if current is None else pc.if_else(current, values, pa.scalar(None, field.type))
+        columns[SPECIAL] = self._special(columns[SPECIAL], current)
         return pa.RecordBatch.from_arrays([columns[field.name].cast(field.type) for field in schema], schema=schema)
 
     def _name(self, name: str) -> str:
         return self.renamed.get(name, name)
 
-    def _special(self, maps: pa.Array) -> pa.Array:
+    def _special(self, maps: pa.Array, current: pa.BooleanArray | None) -> pa.Array:
         """Exact texts go with their columns."""
         constant = [(name, one.special) for name, (_, one) in self.added.items() if one.special is not None]
         if not constant and not len(maps.keys):
             return maps
+        living = [True] * len(maps) if current is None else current.to_pylist()
         made = [
-            [*((self._name(name), text) for name, text in texts or () if name not in self.dropped), *constant]
-            for texts in maps.to_pylist()
+            [
+                *((self._name(name), text) for name, text in texts or () if name not in self.dropped),
+                *(constant if lives else ()),
+            ]
+            for texts, lives in zip(maps.to_pylist(), living, strict=True)
         ]
         return pa.array(made, pa.map_(pa.string(), pa.string()))
 

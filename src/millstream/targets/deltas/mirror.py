@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +25,7 @@ from millstream.targets.deltas.tables import Handle, lake_schema
 from millstream.targets.lanes.tables import SPECIAL, mirror_key
 
 if TYPE_CHECKING:
+    import pyarrow.dataset as ds
     from deltalake import CommitProperties
 
 _GONE = "_ms_gone"
@@ -46,7 +47,7 @@ def write_mirror(table: Handle, relation: Relation, changes: pa.Table, said: Com
         return
     found = latest(changes, key)
     if found.missing:
-        raise _missing(relation, found.missing)
+        raise missing_values(relation, found.missing)
     merge_latest(table, relation, found, key, said, soft=soft)
 
 
@@ -54,7 +55,7 @@ def merge_latest(
     table: Handle, relation: Relation, found: Latest, key: tuple[str, ...], said: CommitProperties, *, soft: bool
 ) -> None:
     """One commit with what is gone and with the rows, unless the table has newer ones."""
-    rows = _completed(table, relation, found, key)
+    rows = completed(table, relation, found, key, mirror_schema(relation, soft=False).names)
     refuse_homeless_keys(relation.table, rows, table.partitions(), key)
     if found.truncated is not None:
         table.remove_older(found.truncated, soft=soft)
@@ -80,7 +81,7 @@ def rows_to_write(table: Handle, relation: Relation, changes: pa.Table, *, soft:
     key = mirror_key(relation)
     wanted = mirror_schema(relation, soft=soft)
     if key:
-        rows = _completed(table, relation, latest(changes, key), key)
+        rows = completed(table, relation, latest(changes, key), key, mirror_schema(relation, soft=False).names)
     else:
         rows = changes.filter(pc.is_in(changes["_ms_op"], pa.array(["c", "r"])))
     return mirrored(rows, wanted).cast(lake_schema(wanted)).sort_by(SEQ)
@@ -105,14 +106,19 @@ def has_newer(table: Handle, relation: Relation, change: pa.Table) -> bool:
     return bool(there.num_rows) and there[SEQ][0].as_py() >= rows[SEQ][0].as_py()
 
 
-def _append(table: Handle, relation: Relation, changes: pa.Table, said: CommitProperties, soft: bool) -> None:
-    """A table without a key: rows can only be added, and all of them removed."""
-    op = one_letter(whole(changes["_ms_op"]))
-    if np.isin(op, (Op.UPDATE, Op.DELETE)).any():
+def refuse_keyless(relation: Relation, changes: pa.Table) -> None:
+    """Raise TargetRefused for changes of rows that cannot be found."""
+    if np.isin(one_letter(whole(changes["_ms_op"])), (Op.UPDATE, Op.DELETE)).any():
         raise TargetRefused(
             f"{relation.table} has no key, so that its updates and deletes cannot be mirrored",
             hint="give the table a primary key, or write: changelog to this target",
         )
+
+
+def _append(table: Handle, relation: Relation, changes: pa.Table, said: CommitProperties, soft: bool) -> None:
+    """A table without a key: rows can only be added, and all of them removed."""
+    refuse_keyless(relation, changes)
+    op = one_letter(whole(changes["_ms_op"]))
     cut = np.flatnonzero(op == Op.TRUNCATE)
     if len(cut):
         table.remove_older(int(changes[SEQ][int(cut[-1])].as_py()), soft=soft)
@@ -125,17 +131,42 @@ def _append(table: Handle, relation: Relation, changes: pa.Table, said: CommitPr
     table.append(rows.cast(lake_schema(mirror_schema(relation, soft=soft))), said)
 
 
-def _completed(table: Handle, relation: Relation, found: Latest, key: tuple[str, ...]) -> pa.Table:
-    """The rows with every value: what nobody sent is read from the table, under the key the row had before."""
+class Incomplete(Protocol):
+    """Rows of which the table itself has to say something: see `latest.Latest`."""
+
+    @property
+    def rows(self) -> pa.Table: ...
+
+    @property
+    def kept(self) -> Mapping[str, Bools]: ...
+
+    @property
+    def base(self) -> pa.Table | None: ...
+
+    @property
+    def special(self) -> Mapping[str, pa.StringArray]: ...
+
+
+def completed(
+    table: Handle,
+    relation: Relation,
+    found: Incomplete,
+    key: tuple[str, ...],
+    order: list[str],
+    among: ds.Expression | None = None,
+) -> pa.Table:
+    """The rows with every value, their columns in `order`.
+
+    What nobody sent is read from the table, under the key the row had before, if `among` holds for the row there.
+    """
     rows = found.rows.append_column(SPECIAL, special_maps(found.special, found.rows.num_rows))
-    order = mirror_schema(relation, soft=False).names
     if not found.kept or found.base is None:
         return rows.select(order)
     lacking = np.flatnonzero(reduce(np.logical_or, found.kept.values()))
-    held = rows_under(table, found.base.take(whole_numbers(lacking)), key, list(found.kept))
+    held = rows_under(table, found.base.take(whole_numbers(lacking)), key, list(found.kept), among)
     if held.num_rows < len(lacking):
         without = np.setdiff1d(np.arange(len(lacking)), held[_PLACE].to_numpy())
-        raise _missing(relation, found.rows[SEQ].take(whole_numbers(lacking[without])).to_pylist())
+        raise missing_values(relation, found.rows[SEQ].take(whole_numbers(lacking[without])).to_pylist())
     held = held.sort_by(_PLACE)
     special = _merged_special(rows, held, lacking, found.kept)
     for name, mask in found.kept.items():
@@ -146,9 +177,11 @@ def _completed(table: Handle, relation: Relation, found: Latest, key: tuple[str,
     return rows.set_column(rows.column_names.index(SPECIAL), SPECIAL, special).select(order)
 
 
-def rows_under(table: Handle, base: pa.Table, key: tuple[str, ...], columns: list[str]) -> pa.Table:
-    """For each key its row in the table, and which key it was (`_ms_place`)."""
-    there = table.read([*dict.fromkeys([*key, *columns]), SPECIAL])
+def rows_under(
+    table: Handle, base: pa.Table, key: tuple[str, ...], columns: list[str], among: ds.Expression | None = None
+) -> pa.Table:
+    """For each key its rows in the table for which `among` holds, and which key it was (`_ms_place`)."""
+    there = table.read([*dict.fromkeys([*key, *columns]), SPECIAL], among)
     there = there.append_column("_ms_row", whole_numbers(np.arange(there.num_rows)))
     asked = base.append_column(_PLACE, whole_numbers(np.arange(base.num_rows)))
     asked = asked.select([*key, _PLACE])
@@ -185,7 +218,7 @@ def widened(gone: pa.Table, wanted: pa.Schema) -> pa.Table:
     return pa.table(columns, schema=wanted)
 
 
-def _missing(relation: Relation, seqs: Sequence[int]) -> MissingBase:
+def missing_values(relation: Relation, seqs: Sequence[int]) -> MissingBase:
     return MissingBase(
         f"{relation.table}: {len(seqs)} changed rows lack a value that was not sent with the change, and the target "
         "does not have those rows",

@@ -1,4 +1,4 @@
-"""What a Delta mirror holds, for a comparison with the source; and the repair of what differs."""
+"""What a Delta mirror, or a history of now, holds, for a comparison with the source; and the repair of what differs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,14 @@ from millstream.targets.forms import form_schema
 from millstream.targets.lanes.tables import SPECIAL, mirror_key
 
 if TYPE_CHECKING:
+    import pyarrow.dataset as ds
     from deltalake import CommitProperties
 
 PARTS = 16
 """In so many parts a table of many files is read."""
+
+LIVING = ~pc.field("_ms_deleted")
+"""Of rows that stay when they are deleted, those that are not."""
 
 _STATE = "_ms_state"
 _ROW, _STALE, _GONE = 0, 1, 2
@@ -41,7 +45,8 @@ class MirrorReader:
     """See `targets.base.Reader` for the contract. Its form has the types of Delta."""
 
     root: str
-    soft: bool
+    living: ds.Expression | None
+    """What holds for rows that are there; None: all of them are."""
     parallel = True
 
     def parts(self, relation: Relation) -> Sequence[Json]:
@@ -54,8 +59,7 @@ class MirrorReader:
     def read(self, relation: Relation, part: Json) -> Iterator[pa.Table]:
         wanted = lake_schema(form_schema(relation))
         table = Handle.existing(table_path(self.root, relation), part["version"])
-        living = ~pc.field("_ms_deleted") if self.soft else None
-        for batch in table.batches(part["part"], part["of"], wanted.names, living) if table else ():
+        for batch in table.batches(part["part"], part["of"], wanted.names, self.living) if table else ():
             columns = [
                 batch[field.name].cast(field.type)
                 if field.name in batch.schema.names

@@ -1,7 +1,8 @@
 """Changes that Delta tables have had before, delivered once more. See `targets.lanes.replaying` for the rules.
 
 A changelog has an application transaction of its own for each replay, so that a batch which comes again finds what
-is there. Tombstones of mirrors are Arrow files in `_millstream/tombstones`, a directory for each table.
+is there. Tombstones of mirrors are Arrow files in `_millstream/tombstones`, a directory for each table. A history has
+every version already, or is not whole: it is looked at, and nothing is written.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.changelog import EPOCH
+from millstream.errors import TargetRefused
 from millstream.failpoint import failpoint
-from millstream.latest import SEQ, Bools, Ints, Latest, latest, whole, whole_numbers
-from millstream.model import Relation, SeqRange
+from millstream.latest import SEQ, Bools, Ints, Latest, latest, one_letter, whole, whole_numbers
+from millstream.model import Op, Relation, SeqRange
+from millstream.targets.deltas.history import pieces
 from millstream.targets.deltas.mirror import merge_latest, rows_under
 from millstream.targets.deltas.tables import Handle
 from millstream.targets.directory import make_directory, sync_directory
 from millstream.targets.lanes.replaying import ALL_KEYS, key_text, refuse_unknown
 from millstream.targets.lanes.runs import Run
 from millstream.targets.lanes.tables import mirror_key
+from millstream.versions import POSITION, versions
 
 if TYPE_CHECKING:
     from deltalake import CommitProperties
@@ -34,12 +38,15 @@ class Writer(Protocol):
     """What commits to one table."""
 
     app: str
+    name: str
 
     def schema_of(self, relation: Relation) -> pa.Schema: ...
 
     def said(self, seq: int | None, app: str | None = None) -> CommitProperties: ...
 
     def attempt(self, wanted: pa.Schema, relation: Relation, commit: Callable[[Handle], None]) -> None: ...
+
+    def existing(self) -> Handle | None: ...
 
 
 class Replayed(Protocol):
@@ -115,6 +122,35 @@ def write_marked(
 
         writer.attempt(wanted, run.relation, commit)
         failpoint("replay.changelog_committed")
+
+
+def check_versions(writer: Writer, runs: Sequence[Callable[[], Run]]) -> None:
+    """Raise TargetRefused if a history lacks a version that these changes have left. Nothing is written.
+
+    What a transaction wrote first that goes on in the next run, or that truncates, need not be there.
+    """
+    expected: list[pa.Table] = []
+    latest_position: str | None = None
+    for read in runs:
+        run = read()
+        key = mirror_key(run.relation)
+        for piece in pieces(run.changes) if key else ():
+            if latest_position == piece[POSITION][0].as_py():
+                expected[-1:] = [last.filter(pc.not_equal(last[POSITION], latest_position)) for last in expected[-1:]]
+            if one_letter(whole(piece["_ms_op"]))[0] != Op.TRUNCATE:
+                expected.append(versions(piece, key).rows.select([SEQ, POSITION]))
+            latest_position = piece[POSITION][-1].as_py()
+    wanted = pa.concat_tables(expected)[SEQ] if expected else pa.chunked_array([], pa.int64())
+    table = writer.existing() if len(wanted) else None
+    if table is None:
+        return
+    within = (pc.field(SEQ) >= pc.min(wanted)) & (pc.field(SEQ) <= pc.max(wanted))
+    lacking = pc.sum(pc.invert(pc.is_in(wanted, value_set=whole(table.read([SEQ], within)[SEQ])))).as_py()
+    if lacking:
+        raise TargetRefused(
+            f"{writer.name}: the history lacks {lacking} versions that these changes have left",
+            hint="versions are not put in later: begin a new target",
+        )
 
 
 def restore_runs(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 from pyarrow import types
 
+from millstream.changelog import END_POSITION
 from millstream.errors import TargetRefused
 from millstream.failpoint import failpoint
 from millstream.targets.constants import Constant
@@ -59,10 +60,13 @@ def open_table(
     owner: str,
     partition_by: Sequence[str] = (),
     constant: Mapping[str, Constant] | None = None,
+    *,
+    write: str,
 ) -> Handle:
     """The table, with at least these columns. Raises TargetRefused when it cannot hold them, or is not `owner`'s.
 
     Rows that are there have `constant` in columns that come new; None of it: columns follow no names, either.
+    `write` is the form that the table has.
     """
     from deltalake import DeltaTable
 
@@ -85,6 +89,11 @@ def open_table(
         raise TargetRefused(
             f"{path} is a Delta table that this target did not make",
             hint="give the target an empty directory",
+        )
+    if handle.form() != write:
+        raise TargetRefused(
+            f"{table}: the Delta table was made with write: {handle.form()}, and this target says {write}",
+            hint=f"write: {handle.form()}, or give the stream a new target",
         )
     if handle.partitions() != list(partition_by):
         there = ", ".join(handle.partitions()) or "nothing"
@@ -126,6 +135,11 @@ class Handle:
     def partitions(self) -> list[str]:
         """The columns by whose values the files are kept apart."""
         return list(self._table.metadata().partition_columns)
+
+    def form(self) -> str:
+        """What was written to it, by its columns: no column of a source has these names."""
+        names = self.schema().names
+        return "scd2" if END_POSITION in names else "changelog" if "_ms_op" in names else "mirror"
 
     def version(self) -> int:
         return int(self._table.version())
@@ -242,9 +256,9 @@ class Handle:
         else:
             self._table.delete(f"_ms_seq < {seq}")
 
-    def read(self, columns: list[str]) -> pa.Table:
-        """Columns of all rows at this version."""
-        return self._table.to_pyarrow_dataset().to_table(columns=columns)
+    def read(self, columns: list[str], condition: ds.Expression | None = None) -> pa.Table:
+        """Columns of all rows at this version, or of those for which the condition holds."""
+        return self._table.to_pyarrow_dataset().to_table(columns=columns, filter=condition)
 
     def batches(
         self, part: int, of: int, columns: list[str], condition: ds.Expression | None
