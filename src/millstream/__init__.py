@@ -32,12 +32,14 @@ if TYPE_CHECKING:
         OnReject,
         Relation,
         SeqRange,
+        SnapshotRules,
         SourceSpec,
         StreamSpec,
         StreamState,
         TargetSpec,
     )
     from millstream.observe import Event, Level, Observer, Observers
+    from millstream.snapshots.manifest import TargetSnapshot
     from millstream.transforms.shape import FieldFilter, Shape, SqlFilter, Step
 
 __version__ = "0.1.0"
@@ -64,6 +66,7 @@ __all__ = [
     "Replicator",
     "SeqRange",
     "Shape",
+    "SnapshotRules",
     "SourceSpec",
     "SqlFilter",
     "Step",
@@ -72,6 +75,7 @@ __all__ = [
     "StreamStatus",
     "TableStatus",
     "TableVerdict",
+    "TargetSnapshot",
     "TargetSpec",
     "TargetStatus",
     "TargetVerdict",
@@ -108,12 +112,14 @@ _ROOMS = {
         "OnReject",
         "Relation",
         "SeqRange",
+        "SnapshotRules",
         "SourceSpec",
         "StreamSpec",
         "StreamState",
         "TargetSpec",
     ),
     "millstream.observe": ("Event", "Level", "Observer", "Observers"),
+    "millstream.snapshots.manifest": ("TargetSnapshot",),
     "millstream.transforms.shape": ("FieldFilter", "Shape", "SqlFilter", "Step"),
 }
 _HOMES = {name: room for room, names in _ROOMS.items() for name in names}

@@ -26,6 +26,7 @@
     ├── SchemaGated            a schema change is not to be delivered before somebody has approved it
     ├── StateError             the state store cannot be read or written
     │   └── UnknownStream      the home has no stream, or the stream no target, of that name
+    ├── SnapshotError          a snapshot of a target's state cannot be written, read or used
     ├── VerifyFailed           a target could not be compared with its source
     ├── NotReady               a stream did not come to run in time, or has failed
     ├── NotSupported           what was asked is known, but this version cannot do it
@@ -198,6 +199,10 @@ class StateError(MillstreamError):
 
 class UnknownStream(StateError):
     """There is no stream, or no target of a stream, of the name that was given."""
+
+
+class SnapshotError(MillstreamError):
+    """A snapshot of a target's state cannot be written or read, is damaged, or is not this target's."""
 
 
 class VerifyFailed(MillstreamError):

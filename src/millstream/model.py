@@ -297,6 +297,20 @@ class TargetSpec:
 
 
 @dataclass(frozen=True)
+class SnapshotRules:
+    """Where the states of a stream's targets are kept, and what is kept by itself."""
+
+    path: str
+    """A directory, or a URL."""
+    every_ms: int | None = None
+    """How often; None: only when somebody asks."""
+    keep: int | None = None
+    """How many of each target; None: all."""
+    format: str = "arrow"
+    """arrow | jsonl"""
+
+
+@dataclass(frozen=True)
 class StreamSpec:
     """One source, its tables, a mode and the targets that get the changes."""
 
@@ -313,3 +327,5 @@ class StreamSpec:
     """How often the targets are compared with the source; None: only when somebody asks."""
     ddl: tuple[tuple[str, str], ...] = ()
     """What is done about schema changes (`registry.ddl.Policy`), by kind, sorted; those left out have their default."""
+    snapshots: SnapshotRules | None = None
+    """What is kept of the targets' states; None: only what somebody asks for, where he says."""

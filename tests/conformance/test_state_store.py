@@ -266,6 +266,18 @@ def test_the_replay_of_a_target_is_kept_until_the_next_one(store: StateStore) ->
     assert (store.replays("shop"), store.replays("bank")) == ({}, {"log": {"state": "running"}})
 
 
+def test_notes_of_a_target_are_kept_by_their_kind_until_the_next_one(store: StateStore) -> None:
+    store.save_note("shop", "log", "restore", {"state": "waiting"})
+    store.save_note("shop", "log", "snapshot", {"id": "1"})
+    store.save_note("shop", "log", "snapshot", {"id": "2"})
+    store.save_note("bank", "log", "snapshot", {"id": "3"})
+    assert store.notes("shop", "restore") == {"log": {"state": "waiting"}}
+    assert store.notes("shop", "snapshot") == {"log": {"id": "2"}}
+    store.delete_stream("shop")
+    assert (store.notes("shop", "snapshot"), store.notes("shop", "restore")) == ({}, {})
+    assert store.notes("bank", "snapshot") == {"log": {"id": "3"}}
+
+
 def test_a_request_is_answered_or_withdrawn_never_both(store: StateStore) -> None:
     first, second = store.submit("pause", {"name": "shop"}), store.submit("delete", {"name": "bank"})
     assert [(one.id, one.verb, one.arguments) for one in store.pending()] == [
@@ -445,7 +457,7 @@ def test_a_store_of_another_version_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "state.db") as db:
         db.execute("pragma user_version = 99")
     db.close()
-    with pytest.raises(StateError, match="has version 99, this program knows version 6"):
+    with pytest.raises(StateError, match="has version 99, this program knows version 7"):
         SqliteStateStore(tmp_path / "state.db")
 
 
@@ -467,6 +479,7 @@ def test_a_store_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> N
             "verifications",
             "ddl_decisions",
             "replays",
+            "notes",
         )
         for table in tables:
             db.execute(f"drop table {table}")

@@ -24,6 +24,7 @@ from millstream.bench import (
     mirrors,
     mix,
     quiet,
+    snapshot,
     stream,
     subscription,
     tables,
@@ -85,11 +86,12 @@ def same_servers(made: Rig, other: EmbeddedPostgres, monkeypatch: pytest.MonkeyP
         yield made
 
     monkeypatch.setattr(mirrors, "parts", lambda rows: (FEW,))
-    monkeypatch.setattr(mirrors, "warm_up", lambda *_: None)
+    for warmed in (mirrors, snapshot):
+        monkeypatch.setattr(warmed, "warm_up", lambda *_: None)
     monkeypatch.setattr(mirrors, "rig", same)
-    for module in (mirrors, latency, tables, isolation):
+    for module in (mirrors, latency, tables, isolation, snapshot):
         monkeypatch.setattr(module, "another_server", lambda _: other)
-    for module in (latency, tables, isolation, quiet):
+    for module in (latency, tables, isolation, quiet, snapshot):
         monkeypatch.setattr(module, "EmbeddedPostgres", lambda *_, **__: nullcontext(other))
 
 
@@ -98,8 +100,9 @@ def played(no_spark: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spark's part played in this process, and batches that come soon: what both cost is not what is tested here."""
     given = stream.stream_file
 
-    def sooner(path: Path, uri: str, options: Any, targets: dict[str, Any]) -> Path:
-        return given(path, uri, options, {name: {"batch": {"max_ms": 100}, **one} for name, one in targets.items()})
+    def sooner(path: Path, uri: str, options: Any, targets: dict[str, Any], **more: Any) -> Path:
+        soon = {name: {"batch": {"max_ms": 100}, **one} for name, one in targets.items()}
+        return given(path, uri, options, soon, **more)
 
     monkeypatch.setattr(stream, "stream_file", sooner)
     monkeypatch.setattr(tables, "stream_file", sooner)
@@ -190,6 +193,32 @@ def test_many_tables(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < run["p50"] <= run["p99"] == found["value"]
     assert run["memory_bytes"] > 50_000_000
     assert (run["files"] is None) == (target == "postgres")
+
+
+@pytest.mark.usefixtures("played", "same_servers")
+@pytest.mark.parametrize("target", ["files", "postgres"])
+def test_all_rows_of_a_table(target: str) -> None:
+    found = bench("snapshot", "--target", target, "--rows", "3000", "--repeat", "1")
+    assert found["name"] == ("snapshot" if target == "files" else "snapshot --target postgres")
+    assert (found["rows"], found["unit"]) == (3_000, "rows/s")
+    assert found["must"] == {"files": 0.8, "postgres": 1.0}[target]
+    (run,) = found["runs"]
+    assert run["seconds"] > 0
+    assert run["baseline_seconds"] > 0
+
+
+def test_a_wrong_row_or_index_of_a_snapshot_is_seen(other: EmbeddedPostgres) -> None:
+    with fresh_database(other, "one") as (one, _), fresh_database(other, "two") as (two, _):
+        for each in (one, two):
+            each.execute(mix.schema().encode())
+            each.execute("SELECT bench.put(1, 1, 100)")
+        assert snapshot.copied_equal(one, two)
+        two.execute("UPDATE bench.mix1 SET price = price + 1 WHERE id = 7")
+        assert not snapshot.copied_equal(one, two)
+        one.execute("UPDATE bench.mix1 SET price = price + 1 WHERE id = 7")
+        assert snapshot.copied_equal(one, two)
+        two.execute("CREATE INDEX ON bench.mix1 (customer)")
+        assert not snapshot.copied_equal(one, two)
 
 
 @pytest.mark.usefixtures("played", "same_servers")

@@ -142,6 +142,15 @@ def test_changes_begin_after_the_baseline_that_the_target_has() -> None:
     assert decide(now) == Decision(3, 70, 5000, None)
 
 
+def test_a_target_from_before_a_baseline_gets_what_that_one_had() -> None:
+    """It came back from a copy, or a snapshot: changes that the later baseline had are not left out for it."""
+    older = replace(NEW, epoch=BASELINE, target=own(60, epoch=1), saved=saved(90, epoch=3))
+    assert decide(older) == Decision(4, 60, None, "the target is behind the saved cursor")
+    at_its_start = replace(older, target=own(70, epoch=1), saved=saved(70, epoch=3))
+    assert decide(at_its_start) == Decision(4, 70, None, "the target is older than its epoch")
+    assert decide(replace(at_its_start, beyond=4000)) == Decision(4, 70, 4000, "the target is older than its epoch")
+
+
 def test_without_the_rows_of_a_baseline_the_changes_begin_at_the_first_there_is() -> None:
     """The stream was killed in its baseline, and then made one of changes alone."""
     assert decide(replace(NEW, epoch=BASELINE)) == Decision(4, 0, None, "the baseline did not come to its end")

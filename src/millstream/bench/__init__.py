@@ -77,6 +77,12 @@ BENCHES: Mapping[str, Bench] = {
         frozenset({"seconds", "repeat", "target"}),
         ("files", "postgres"),
     ),
+    "snapshot": Bench(
+        _of("snapshot"),
+        "all rows of a table, to Parquet or to another Postgres",
+        frozenset({"rows", "repeat", "target"}),
+        ("files", "postgres"),
+    ),
     "tables": Bench(
         _of("tables"),
         "a hundred tables, ten changes a second each",
@@ -100,6 +106,8 @@ ALL: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("drain", {"target": "postgres"}),
     ("drain", {"target": "postgres", "keys": 1_000_000}),
     ("latency", {"target": "postgres"}),
+    ("snapshot", {}),
+    ("snapshot", {"target": "postgres"}),
     ("tables", {"target": "delta"}),
     ("tables", {"target": "postgres"}),
     ("isolation", {}),

@@ -58,7 +58,7 @@ def lake_equals(directory: Path, connection: Connection, tables: Sequence[str] =
     for table in tables:
         found = DeltaTable(str(directory / table)).to_pyarrow_table()
         found = found.select([name for name in found.column_names if not name.startswith("_ms_")])
-        expected = _source_rows(connection, table, found.schema)
+        expected = source_rows(connection, table, found.schema)
         if not found.sort_by("id").combine_chunks().equals(expected.combine_chunks()):
             return False
     return True
@@ -132,12 +132,12 @@ def _table_equals(connection: Connection, table: str, changes: list[pa.Table]) -
     if not changes:
         return False
     folded = fold(changes, ("id",))
-    expected = _source_rows(connection, table, folded.schema.remove(folded.schema.get_field_index("_ms_special")))
+    expected = source_rows(connection, table, folded.schema.remove(folded.schema.get_field_index("_ms_special")))
     found = folded.select(expected.column_names).sort_by("id").combine_chunks()
     return bool(found.equals(expected.combine_chunks()))
 
 
-def _source_rows(connection: Connection, table: str, schema: pa.Schema) -> pa.Table:
+def source_rows(connection: Connection, table: str, schema: pa.Schema) -> pa.Table:
     """The table as it is now, read through Postgres's own text, in the types that were delivered."""
     text = BytesIO()
     with connection.cursor() as cursor:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 STREAM_FILE = """\
 name: bench
 source: {source}
-mode: cdc
+mode: {mode}
 targets: {targets}
 """
 
@@ -75,12 +75,14 @@ def files(path: Path, batch: Json | None = None) -> Json:
     return {"kind": "files", "path": str(path)} | ({"batch": batch} if batch else {})
 
 
-def stream_file(path: Path, uri: str, options: Mapping[str, Any], targets: Mapping[str, Json]) -> Path:
+def stream_file(
+    path: Path, uri: str, options: Mapping[str, Any], targets: Mapping[str, Json], *, mode: str = "cdc"
+) -> Path:
     """A stream of the bench's tables to some targets, each with its keys as a stream file has them."""
     source = {"kind": "postgres", "name": SOURCE, "uri": uri, "tables": ["bench.*"], **options}
     listed = [{"name": name, **keys} for name, keys in targets.items()]
     file = path / "bench.yaml"
-    file.write_text(STREAM_FILE.format(source=json.dumps(source), targets=json.dumps(listed)))
+    file.write_text(STREAM_FILE.format(source=json.dumps(source), mode=mode, targets=json.dumps(listed)))
     return file
 
 

@@ -22,6 +22,7 @@ from millstream.cli.output import report_error
 from millstream.cli.replay import replay
 from millstream.cli.run import run
 from millstream.cli.schema import schema
+from millstream.cli.snapshot import snapshot
 from millstream.cli.status import status
 from millstream.cli.streams import apply, delete, list_streams, pause, resume
 from millstream.cli.verify import verify
@@ -75,6 +76,7 @@ app.command()(pause)
 app.command()(resume)
 app.command()(replay)
 app.command()(delete)
+app.add_typer(snapshot, name="snapshot")
 app.add_typer(dlq, name="dlq")
 app.add_typer(ddl, name="ddl")
 app.command()(verify)

@@ -84,6 +84,7 @@ def _print_stream(stream: StreamStatus) -> None:
         )
     out.print(table)
     _print_tables(stream)
+    _print_beginnings(stream)
     _print_replays(stream)
     _print_comparisons(stream)
     _print_troubles(stream)
@@ -129,6 +130,23 @@ def _print_source(stream: StreamStatus) -> None:
         out.print(f"  reading the log: {source.mode}, {size(source.behind_bytes)} behind")
     if source.bulk_refused:
         out.print(f"  source {source.name}: not read in bulk: {source.bulk_refused}", style="yellow")
+
+
+def _print_beginnings(stream: StreamStatus) -> None:
+    """How deliveries began, and what is kept of their targets."""
+    for target in stream.targets:
+        if target.startup is not None:
+            console().print(f"  target {target.name}: {target.startup['path']}: {target.startup['reason']}")
+        restore, last = target.restore, target.snapshot
+        if restore is not None and restore["state"] == "failed":
+            text = f"not restored from snapshot {restore['id']}: {restore['error']}"
+            console().print(f"  target {target.name}: {text}", style="red")
+        elif restore is not None and restore["state"] == "waiting":
+            console().print(f"  target {target.name}: to be restored from snapshot {restore['id']}")
+        if last is not None and last["error"]:
+            console().print(f"  target {target.name}: no snapshot was taken: {last['error']}", style="yellow")
+        elif last is not None:
+            console().print(f"  target {target.name}: snapshot {last['id']} at seq {last['seq']:,}")
 
 
 def _print_replays(stream: StreamStatus) -> None:

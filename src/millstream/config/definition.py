@@ -19,6 +19,7 @@ from millstream.model import (
     OnOverflow,
     OnReject,
     Retention,
+    SnapshotRules,
     SourceSpec,
     StreamSpec,
     TargetSpec,
@@ -51,6 +52,8 @@ def definition(spec: StreamSpec) -> Json:
     value["ddl"] = dict(spec.ddl)
     if not spec.ddl:
         del value["ddl"]
+    if spec.snapshots is None:
+        del value["snapshots"]
     del value["shape"]
     if spec.shape:
         value["shape"] = spec.shape.to_json()
@@ -98,6 +101,7 @@ def from_definition(value: Mapping[str, Any]) -> StreamSpec:
         shape=Shape.from_json(value["shape"]) if "shape" in value else Shape(),
         verify_every_ms=value.get("verify_every_ms"),
         ddl=tuple(sorted(dict(value.get("ddl", {})).items())),
+        snapshots=SnapshotRules(**value["snapshots"]) if "snapshots" in value else None,
     )
 
 

@@ -79,6 +79,10 @@ MIRRORS = ("delta", "duckdb", "postgres", "sqlite")
 """Kinds that keep tables equal to the source's, unless they are told `write: changelog`."""
 
 
+KEPT = ("duckdb", "sqlite")
+"""Kinds whose state can be kept in snapshots, and brought back."""
+
+
 def is_mirror(target: TargetSpec) -> bool:
     """Whether a target finds rows by their keys: it keeps tables equal to the source's, now or at every moment."""
     return target.kind in MIRRORS and target.options.get("write", "mirror") != "changelog"

@@ -19,12 +19,23 @@ from pydantic import BaseModel
 from millstream.config import shaping
 from millstream.config.definition import same_source
 from millstream.config.document import read_document
-from millstream.config.kinds import SOURCES, TARGETS, SourceKind, TargetKind, check_pattern, options_model
+from millstream.config.kinds import KEPT, SOURCES, TARGETS, SourceKind, TargetKind, check_pattern, options_model
 from millstream.config.problems import Problem, StreamFileError, in_order, nearest
 from millstream.config.report import Reporter
-from millstream.config.schema import SourceKeys, StreamKeys, TargetKeys
+from millstream.config.schema import SnapshotKeys, SourceKeys, StreamKeys, TargetKeys
 from millstream.errors import ConfigError
-from millstream.model import BatchLimits, DeadLetters, JournalLimit, Mode, Retention, SourceSpec, StreamSpec, TargetSpec
+from millstream.model import (
+    BatchLimits,
+    DeadLetters,
+    JournalLimit,
+    Mode,
+    Retention,
+    SnapshotRules,
+    SourceSpec,
+    StreamSpec,
+    TargetSpec,
+)
+from millstream.snapshots import SCHEMES
 
 
 @dataclass
@@ -119,6 +130,8 @@ def _stream(report: Reporter, base: Path) -> StreamSpec | None:
         _check_shape(report, keys)
     _check_target_names(report, raw_targets)
     _check_commit(report, raw.get("commit", "all"), raw_targets)
+    if keys is not None and keys.snapshots is not None:
+        _check_snapshots(report, keys)
     if raw.get("mode") == Mode.SNAPSHOT:
         _check_copy(report, raw)
     if keys is None or len(report.problems) > count:
@@ -133,7 +146,14 @@ def _stream(report: Reporter, base: Path) -> StreamSpec | None:
         shape=shaping.made(keys, lambda reference: _absolute_ref(reference, base)),
         verify_every_ms=keys.verify,
         ddl=tuple(sorted((keys.ddl or {}).items())),
+        snapshots=_snapshot_rules(keys.snapshots, base),
     )
+
+
+def _snapshot_rules(keys: SnapshotKeys | None, base: Path) -> SnapshotRules | None:
+    if keys is None:
+        return None
+    return SnapshotRules(_absolute(keys.path, base), keys.every, keys.keep, keys.format)
 
 
 def _source_spec(keys: SourceKeys, stream: str, options: Mapping[str, Any], base: Path) -> SourceSpec:
@@ -300,11 +320,23 @@ OF_CHANGES = (
 """Keys of a source that are about its log, and mean nothing where only rows are copied."""
 
 
+def _check_snapshots(report: Reporter, keys: StreamKeys) -> None:
+    """A target whose state can be kept, and a place that can be opened; changes to go on with."""
+    if not any(target.kind in KEPT for target in keys.targets):
+        message = "no target of the stream has a state that can be kept"
+        report.problem(("snapshots",), message, f"those of kind {' and '.join(KEPT)} have", of_key=True)
+    path = keys.snapshots.path if keys.snapshots else ""
+    scheme = path.partition("://")[0] if "://" in path else "file"
+    if not path or scheme not in ("file", *SCHEMES):
+        hint = f"write a path, or a URL that begins with one of: file, {', '.join(SCHEMES)}"
+        report.problem(("snapshots", "path"), "snapshots cannot be kept there", hint)
+
+
 def _check_copy(report: Reporter, raw: Mapping[str, Any]) -> None:
     """What a stream that only copies its tables has no use for, so that nobody relies on it."""
     source = raw["source"] if isinstance(raw.get("source"), dict) else {}
     places = [("source", key) for key in OF_CHANGES if key in source]
-    for at in [*places, *([("verify",)] if raw.get("verify") is not None else [])]:
+    for at in [*places, *((key,) for key in ("verify", "snapshots") if raw.get(key) is not None)]:
         hint = "take it out, or write `mode: snapshot_then_cdc`"
         report.problem(at, "has no meaning with `mode: snapshot`, which gets no changes", hint, of_key=True)
 

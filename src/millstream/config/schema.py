@@ -20,6 +20,7 @@ from millstream.model import AckPolicy, Mode, OnFull, OnLimit, OnOverflow, OnRej
 from millstream.registry.kinds import Kind, Policy
 
 LEAST_VERIFY_MS = 1_000
+LEAST_SNAPSHOT_MS = 1_000
 
 
 def _one_of(now: Iterable[str], later: Iterable[str] = ()) -> Callable[[object], object]:
@@ -151,6 +152,15 @@ class DeadLetterKeys(Keys):
     on_overflow: Annotated[OnOverflow, BeforeValidator(_one_of(OnOverflow))] = OnOverflow.HALT
 
 
+class SnapshotKeys(Keys):
+    """What is kept of the targets' states."""
+
+    path: str
+    every: Annotated[int, BeforeValidator(parse_duration_ms), Field(ge=LEAST_SNAPSHOT_MS)] | None = None
+    keep: Annotated[int, Field(gt=0)] | None = None
+    format: Annotated[str, BeforeValidator(_one_of(["arrow", "jsonl"]))] = "arrow"
+
+
 class SourceKeys(_KeysAndOptions):
     """The keys every source has."""
 
@@ -192,3 +202,4 @@ class StreamKeys(ShapeKeys):
     checkpoint_interval: Duration = 1_000
     verify: Annotated[int | None, BeforeValidator(_every)] = None
     ddl: Annotated[dict[str, str] | None, BeforeValidator(_ddl)] = None
+    snapshots: SnapshotKeys | None = None

@@ -26,6 +26,8 @@ from millstream.engine.gate import GATE_SECONDS, AtGate, Gate
 from millstream.engine.letters import LetterBox
 from millstream.engine.opening import Opened, Opening, from_micros
 from millstream.engine.replaying import Replaying, ReplayStopped
+from millstream.engine.startup import Startup
+from millstream.engine.turns import Turns
 from millstream.engine.uncaptured import NoJournal
 from millstream.errors import JournalError, JournalMismatch, MillstreamError, OutOfRange, TargetError
 from millstream.failpoint import failpoint
@@ -103,14 +105,14 @@ class DeliveryQuery:
             self._letters.superseded,
             NoJournal(stream.source) if stream.mode is Mode.SNAPSHOT else None,
         )
+        self._startup = Startup(stream, target_spec, target, store, self._opening.journal, self._emit)
         self._gate = Gate(stream, locations, store, tables)
         self._gated = False
         self._replaying = Replaying(stream, target_spec, target, store, self._emit)
         self.stopping = threading.Event()
         """Set once `stop` was asked for; a batch that waits then gives up."""
         self._settled = threading.Event()
-        self._idle = threading.Condition()
-        self._in_batch = False
+        self.turns = Turns(self.stopping)
         self._query: SliceQuery | None = None
         self._opened: Opened | None = None
         self._parallel = 1
@@ -150,6 +152,7 @@ class DeliveryQuery:
             "last_event": cursor.commit_ts.isoformat() if cursor and cursor.commit_ts else None,
             "retrying": self._retrying,
             "snapshot": self._baseline.progress if self._baseline else None,
+            "startup": self._startup.said,
             "error": str(self.error) if self.error else None,
         }
 
@@ -165,8 +168,7 @@ class DeliveryQuery:
         """End the query; returns when it has ended. With `drain` a running batch gets `timeout` seconds to finish."""
         self.stopping.set()
         if drain:
-            with self._idle:
-                self._idle.wait_for(lambda: not self._in_batch, timeout)
+            self.turns.await_end(timeout)
         while self._thread.is_alive():
             # A query that is just starting cannot be stopped yet: ask again until the thread is through.
             if self._query is not None:
@@ -230,12 +232,15 @@ class DeliveryQuery:
         return self._pause(backoff, failure)
 
     def _open(self) -> SliceQuery:
+        restored = self._startup.restore(self._opening.is_new, self._begin_rows)
         if self._stream.mode is Mode.SNAPSHOT_THEN_CDC and self._opening.is_new():
+            self._startup.baseline()
             self._run_baseline()
-        reason, self._distrust = self._distrust or self._replaying.reason(), None
+        reason, self._distrust = self._distrust or restored or self._replaying.reason(), None
         self._progressed = False
         opened = self._opening.open(reason)
         self._opened = opened
+        self._startup.begun(opened.seq, opened.reason)
         if self._spec.name in self._store.needs_reload(self._stream.name):
             self._store.set_needs_reload(self._stream.name, self._spec.name, None)
         if opened.reason is not None:
@@ -295,10 +300,14 @@ class DeliveryQuery:
         if cursor is not None and self._on_cursor is not None:
             self._on_cursor(cursor)
 
-    def _run_baseline(self) -> None:
-        """Bring the source's tables as they are now; the changes that follow are the query's."""
+    def _begin_rows(self) -> None:
+        """All rows of the tables are brought, which may take long."""
         self.state = StreamState.SNAPSHOT
         self._settled.set()
+
+    def _run_baseline(self) -> None:
+        """Bring the source's tables as they are now; the changes that follow are the query's."""
+        self._begin_rows()
         baseline = Baseline(
             self._spark,
             self._stream.source,
@@ -349,10 +358,8 @@ class DeliveryQuery:
     # A batch, on Spark's thread
 
     def _on_batch(self, span: SeqRange) -> None:
-        with self._idle:
-            if self.stopping.is_set():
-                raise DeliveryStopped
-            self._in_batch = True
+        if not self.turns.begin():
+            raise DeliveryStopped
         try:
             failpoint("delivery.batch_started")
             opened = self._current()
@@ -374,9 +381,7 @@ class DeliveryQuery:
             self._fatal = unexpected(defect)
             raise
         finally:
-            with self._idle:
-                self._in_batch = False
-                self._idle.notify_all()
+            self.turns.end()
 
     def _deliver_before(self, span: SeqRange, seq: int) -> None:
         """Deliver of a batch what comes before a gate, and end the query: it is planned anew when the gate opens."""

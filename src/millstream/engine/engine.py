@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from millstream.config.definition import from_definition
+from millstream.engine.engine_snapshots import EngineSnapshots
 from millstream.engine.faults import FaultLog
 from millstream.engine.home import Home
 from millstream.engine.operations import Operations
@@ -30,6 +31,7 @@ from millstream.state.base import Letter, StateStore
 if TYPE_CHECKING:
     # These bring Spark with them, which an engine that is not started does not need.
     from millstream.engine.running import RunningStreams
+    from millstream.engine.snapshotter import Snapshotter
     from millstream.engine.spark_use import SparkUse
     from millstream.engine.verifier import Verifier
     from millstream.registry.ddl import DdlEvent
@@ -42,7 +44,7 @@ Job = tuple[Callable[[], Any], "Future[Any]"]
 T = TypeVar("T")
 
 
-class Engine:
+class Engine(EngineSnapshots):
     """The streams of a home. Implements `Replicator`; a context manager that starts and stops.
 
     Started, it runs every stream of the home, in this process. Not started, it manages them all the
@@ -72,6 +74,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._operations: Operations | None = None
         self._verifier: Verifier | None = None
+        self._snapshotter: Snapshotter | None = None
         self.failure: Exception | None = None
         """Why the engine stopped by itself, if it did."""
 
@@ -89,6 +92,7 @@ class Engine:
     def start(self) -> None:
         """Run the streams of the home from now on. Raises HomeLocked, which names the process that does already."""
         from millstream.engine.running import RunningStreams
+        from millstream.engine.snapshotter import Snapshotter
         from millstream.engine.spark_use import SparkUse
         from millstream.engine.verifier import Verifier
 
@@ -104,12 +108,20 @@ class Engine:
             running = RunningStreams(self._home, store, spark.session, faults, stopping=self._stopping)
             operations = Operations(self._home, store, faults, running)
             verifier = Verifier(store, running, faults)
+            snapshotter = Snapshotter(self._home, store, running, faults)
         except BaseException:
             self._held.close()
             raise
         self._stopping.clear()
-        self._operations, self._verifier = operations, verifier
-        arguments = (store, running, operations, spark, verifier)
+        self._operations, self._verifier, self._snapshotter = operations, verifier, snapshotter
+        arguments = (
+            running,
+            operations,
+            spark,
+            verifier,
+            snapshotter,
+            RequestDesk(store, operations, verifier, snapshotter),
+        )
         self._thread = threading.Thread(target=self._control, args=arguments, name="engine", daemon=True)
         self._thread.start()
 
@@ -347,10 +359,15 @@ class Engine:
     # The control thread
 
     def _control(
-        self, store: StateStore, running: RunningStreams, operations: Operations, spark: SparkUse, verifier: Verifier
+        self,
+        running: RunningStreams,
+        operations: Operations,
+        spark: SparkUse,
+        verifier: Verifier,
+        snapshotter: Snapshotter,
+        desk: RequestDesk,
     ) -> None:
         held = self._held
-        desk = RequestDesk(store, operations, verifier)
         try:
             operations.finish_deletions()
             running.put(operations.streams())
@@ -366,6 +383,7 @@ class Engine:
             self._observers.on_event(Event("engine.failed", f"the engine stops: {what}", Level.ERROR))
         finally:
             running.attempt(verifier.interrupt)
+            running.attempt(snapshotter.interrupt)
             running.stop()
             running.attempt(spark.stop)
             if held is not None:

@@ -88,8 +88,13 @@ def _truth(now: Situation, epoch: EpochRecord | None) -> _Truth:
         return _beginning(now, epoch)
     if own.journal_id == now.header.journal_id:
         gone_back = now.saved and now.saved.journal_id == own.journal_id and now.saved.seq > own.seq
+        reason = "the target is behind the saved cursor" if gone_back else None
+        if after is not None and epoch is not None and now.target is not None and now.target.epoch < epoch.epoch:
+            # It was restored from before the epoch: what a later baseline had, it may not have. Its position tells.
+            reason = reason or ("the target is older than its epoch" if after != now.beyond else None)
+            after = None
         after = max(filter(None, (after, now.beyond)), default=None)
-        return _Truth(own.seq, after, "the target is behind the saved cursor" if gone_back else None)
+        return _Truth(own.seq, after, reason)
     if epoch is not None and after is not None and epoch.epoch > own.epoch:
         # Re-based. What the target had was read from the saved cursor; it may have been one batch further.
         if own.position > after:

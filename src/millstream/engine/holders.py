@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from millstream.engine.replay import UNFINISHED
 from millstream.journal import Header
+from millstream.snapshots import RESTORE, UNDONE
 from millstream.state.base import StateStore
 
 
@@ -34,6 +35,7 @@ def holders(store: StateStore, source: str, header: Header) -> list[Holder]:
         if definition.get("source", {}).get("name") != source:
             continue
         gone, replays = store.needs_reload(stream), store.replays(stream)
+        restores = store.notes(stream, RESTORE)
         for target in definition["targets"]:
             if target["name"] in gone:
                 continue
@@ -44,6 +46,9 @@ def holders(store: StateStore, source: str, header: Header) -> list[Holder]:
             replay = replays.get(target["name"])
             if replay is not None and replay["state"] in UNFINISHED:
                 here.append(replay["from_seq"])
+            restore = restores.get(target["name"])
+            if restore is not None and restore["state"] in UNDONE:
+                here.append(restore["seq"])
             behind = not history or history[0].journal_id != header.journal_id
             found.append(Holder(stream, target["name"], header.first_seq - 1 if behind else min(here)))
     return sorted(found, key=lambda holder: holder.seq)

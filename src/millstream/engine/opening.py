@@ -92,6 +92,11 @@ class Opening:
         self.shaping = shaping
         self._journal = journal if journal is not None else JournalReader(locations)
 
+    @property
+    def journal(self) -> JournalReader:
+        """The journal that the target is delivered from."""
+        return self._journal
+
     def open(self, distrust: str | None) -> Opened:
         """Make the target ready. `distrust`: why the current epoch cannot go on, if so.
 

@@ -22,6 +22,7 @@ from millstream.engine.replay import Asked, Replay
 from millstream.engine.status import unknown_stream
 from millstream.errors import ConfigError, MillstreamError, NotReady, RequestFailed, UnknownStream
 from millstream.failpoint import failpoint
+from millstream.journal import JournalReader
 from millstream.model import Json, Mode, StreamSpec
 from millstream.observe import Event, Level, Observer
 from millstream.sources import can_copy, open_source
@@ -125,6 +126,31 @@ class Operations:
             self._running.stop_targets(name, targets)
         replay.run()
         self._tell("stream.replayed", f"{self._what(name, target)} is replayed from seq {replay.seq + 1}", name, target)
+
+    def restore(self, name: str, target: str, asked: Json) -> Json:
+        """Have a target brought back to a snapshot. A paused one is when it goes on.
+
+        Raises what keeps it from that before anything is changed. Returns the restore as it is written down.
+        """
+        from millstream.engine.snapshots import Restoring, ask_restore
+
+        stream = self.known(name, target)
+        (spec,) = [one for one in stream.targets if one.name == target]
+        if self._running is not None:
+            if self._running.comparing(name):
+                raise RequestFailed(f"stream {name} is being compared with its source", hint="restore after that")
+            self._running.stop_targets(name, [target])
+        journal = JournalReader([str(self._home.journal_path(stream.source.name))])
+        record = ask_restore(self._store, stream, spec, journal, asked)
+        if self._running is None:
+            record = Restoring(self._store, stream, spec, open_target(spec)).run(record, journal)
+        self._tell("stream.restore_asked", f"target {target} is restored from snapshot {record['id']}", name, target)
+        return {key: value for key, value in record.items() if key != "token"}
+
+    def known(self, name: str, target: str | None = None) -> StreamSpec:
+        """A stream that is not being deleted. Raises UnknownStream, also for a target that it does not have."""
+        self._targets(name, target)
+        return self._spec(name)
 
     def retry_letters(self, ids: Sequence[int]) -> list[Outcome]:
         """Deliver dead letters once more, each only if its row was not written since. Their targets pause for it.
@@ -331,6 +357,11 @@ def _check_copy(stream: StreamSpec) -> None:
             f"stream {stream.name}: mode snapshot gets no changes, so that nothing can be compared with the source "
             "later (`verify`)",
             hint="leave `verify` out, or use mode snapshot_then_cdc",
+        )
+    if stream.snapshots is not None:
+        raise ConfigError(
+            f"stream {stream.name}: mode snapshot gets no changes for a restored target to go on with (`snapshots`)",
+            hint="leave `snapshots` out, or use mode snapshot_then_cdc",
         )
     if stream.source.retention or stream.source.journal:
         raise ConfigError(

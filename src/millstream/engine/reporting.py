@@ -78,6 +78,7 @@ class Reporter:
             retrying=said["retrying"],
             error=error.message if error else None,
             hint=error.hint if error else None,
+            startup=said["startup"],
         )
         settled = query.state in (StreamState.FAILED, StreamState.COMPLETE)
         state = query.state if settled or everyone is None else everyone

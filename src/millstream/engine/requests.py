@@ -27,7 +27,9 @@ from millstream.observe import Observer
 from millstream.state.base import Request, StateStore
 
 if TYPE_CHECKING:
-    # It brings Spark with it, and most commands need none.
+    # They bring Spark with them, and most commands need none.
+    from millstream.engine.snapshotter import Order as SnapshotOrder
+    from millstream.engine.snapshotter import Snapshotter
     from millstream.engine.verifier import Order, Verifier
 
 LOOK_SECONDS = 0.4
@@ -48,6 +50,8 @@ def perform(operations: Operations, verb: str, arguments: Mapping[str, Any]) -> 
         operations.resume(arguments["name"], arguments["target"])
     elif verb == "replay":
         operations.replay(arguments["name"], Asked.from_json(arguments["asked"]), arguments["target"])
+    elif verb == "restore":
+        return operations.restore(arguments["name"], arguments["target"], arguments["asked"])
     elif verb == "retry_letters":
         return {"letters": [one.to_json() for one in operations.retry_letters(arguments["ids"])]}
     elif verb == "purge_letters":
@@ -74,13 +78,27 @@ def verify_order(operations: Operations, arguments: Mapping[str, Any], done: Cal
     return Order(name, targets, Asked(tuple(arguments["tables"]), bool(arguments["repair"])), done)
 
 
+def snapshot_order(operations: Operations, arguments: Mapping[str, Any], done: Callable[[Json], None]) -> SnapshotOrder:
+    """What a request to take snapshots asks for. Raises what is wrong with it."""
+    from millstream.engine.snapshots import kept_targets, place_of
+    from millstream.engine.snapshotter import Order
+
+    name, target = arguments["name"], arguments["target"]
+    stream = operations.known(name, target)
+    names = [one.name for one in stream.targets if target in (None, one.name)]
+    targets = kept_targets(stream, names, one=target is not None)
+    place_of(stream, arguments["path"])
+    return Order(stream, tuple(targets), done, arguments["path"], arguments["format"])
+
+
 class RequestDesk:
     """The owner's side. The control's thread."""
 
-    def __init__(self, store: StateStore, operations: Operations, verifier: Verifier) -> None:
+    def __init__(self, store: StateStore, operations: Operations, verifier: Verifier, snapshotter: Snapshotter) -> None:
         self._store = store
         self._operations = operations
         self._verifier = verifier
+        self._snapshotter = snapshotter
         self._taken: set[int] = set()
         """Requests whose answer takes its time, and comes when it is there."""
         self._looked_at = float("-inf")
@@ -88,6 +106,7 @@ class RequestDesk:
     def serve(self) -> None:
         """Take up what was asked, if it is time to look."""
         self._verifier.serve()
+        self._snapshotter.serve()
         if time.monotonic() - self._looked_at < LOOK_SECONDS:
             return
         pending = self._store.pending()
@@ -107,10 +126,13 @@ class RequestDesk:
 
     def _take(self, request: Request) -> Json | None:
         """The answer; None if it will come by itself."""
-        if request.verb != "verify":
+        answer = partial(self._store.answer, request.id)
+        if request.verb == "verify":
+            self._verifier.submit(verify_order(self._operations, request.arguments, answer))
+        elif request.verb == "snapshot":
+            self._snapshotter.submit(snapshot_order(self._operations, request.arguments, answer))
+        else:
             return {"result": perform(self._operations, request.verb, request.arguments)}
-        order = verify_order(self._operations, request.arguments, partial(self._store.answer, request.id))
-        self._verifier.submit(order)
         self._taken.add(request.id)
         return None
 

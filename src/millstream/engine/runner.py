@@ -19,6 +19,7 @@ from millstream.engine.home import Home
 from millstream.engine.operations import Operations
 from millstream.engine.requests import RequestDesk
 from millstream.engine.running import TICK, RunningStreams
+from millstream.engine.snapshotter import Snapshotter
 from millstream.engine.spark_use import SparkUse
 from millstream.engine.status import CaptureReport
 from millstream.engine.verifier import Verifier
@@ -81,7 +82,8 @@ class Runner:
         self._running = RunningStreams(home, store, self._spark.session, faults, stopping=self._stop, once=once)
         self._operations = Operations(home, store, faults, self._running)
         self._verifier = Verifier(store, self._running, faults)
-        self._desk = RequestDesk(store, self._operations, self._verifier)
+        self._snapshotter = Snapshotter(home, store, self._running, faults)
+        self._desk = RequestDesk(store, self._operations, self._verifier, self._snapshotter)
 
     def run(self) -> int:
         with self._signals():
@@ -99,6 +101,7 @@ class Runner:
                 raise
             finally:
                 self._verifier.interrupt()
+                self._running.attempt(self._snapshotter.interrupt)
                 self._running.stop()
                 self._running.attempt(self._spark.stop)
         return 1 if self._running.failed() else 0

@@ -23,6 +23,7 @@ from millstream.engine.replay import DONE, REWOUND, RUNNING
 from millstream.engine.table_status import TableStatus, tables_of, together
 from millstream.errors import UnknownStream
 from millstream.model import Checkpoint, Cursor, Json, StreamState
+from millstream.snapshots import RESTORE, SNAPSHOT
 from millstream.state.base import Fault, LetterState, Runtime, StateStore
 
 SILENCE = 60.0
@@ -67,6 +68,8 @@ class TargetReport:
     hint: str | None = None
     verifying: str | None = None
     """How far the comparison with the source is, while there is one: nothing is delivered meanwhile."""
+    startup: Mapping[str, Any] | None = None
+    """How the delivery began, and why."""
 
     def to_json(self) -> Json:
         return asdict(self)
@@ -141,6 +144,12 @@ class TargetStatus:
     replay: Mapping[str, Any] | None = None
     """The last replay that was asked for: `state` (waiting, running, done or failed), `from_seq` and `until_seq`,
     `progress` from 0 to 1, `events`, `tables`, the `epoch` that marks it, when, and the `error` it ended with."""
+    startup: Mapping[str, Any] | None = None
+    """How its delivery last began: `path` (resume, restore, cold start), the `reason`, the `seq` it goes on after."""
+    snapshot: Mapping[str, Any] | None = None
+    """The last snapshot of its state: `id`, `seq`, `position`, `at`, or the `error` there was instead."""
+    restore: Mapping[str, Any] | None = None
+    """The last restore: `state` (waiting, restored, done or failed), the snapshot's `id`, `seq`, the `error`."""
 
 
 @dataclass(frozen=True)
@@ -399,6 +408,9 @@ def _target(
         verifying=None if runtime is None or _is_stale(runtime, owner) else report.verifying,
         verified=known.verified.get(name),
         replay=_replay(known.replays.get(name), cursor),
+        startup=report.startup,
+        snapshot=known.snapshots.get(name),
+        restore=_without_token(known.restores.get(name)),
     )
 
 
@@ -416,6 +428,10 @@ def _replay(record: Json | None, cursor: Cursor | None) -> Json | None:
         moved = 0 if done is None else end - done
     progress = 1.0 if state == DONE else round(moved / whole, 4)
     return {**record, "state": state, "progress": progress}
+
+
+def _without_token(record: Json | None) -> Json | None:
+    return None if record is None else {key: value for key, value in record.items() if key != "token"}
 
 
 def _checkpoint(cursor: Cursor | None) -> Checkpoint | None:
@@ -438,6 +454,7 @@ class _Known:
         self.verified = store.verifications(stream)
         self.reloads = store.needs_reload(stream)
         self.replays = store.replays(stream)
+        self.snapshots, self.restores = (store.notes(stream, kind) for kind in (SNAPSHOT, RESTORE))
 
     def dead_letters(self, target: str) -> int:
         return self._letters[target]

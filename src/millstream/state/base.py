@@ -254,6 +254,12 @@ class StateStore(Protocol):
     def replays(self, stream: str) -> dict[str, Json]:
         """The same by target."""
 
+    def save_note(self, stream: str, target: str, kind: str, note: Json) -> None:
+        """Remember something of a target under the name `kind`, in place of what was remembered there before."""
+
+    def notes(self, stream: str, kind: str) -> dict[str, Json]:
+        """What is remembered under that name, by target."""
+
     def submit(self, verb: str, arguments: Json) -> int:
         """Ask the process that runs the home for something. Returns the request's id."""
 

@@ -84,6 +84,7 @@ class MemoryStateStore:
         self._verifications: dict[str, dict[str, Json]] = {}
         self._decisions: dict[str, dict[tuple[str, int], Decided]] = {}
         self._replays: dict[str, dict[str, Json]] = {}
+        self._notes: dict[str, dict[tuple[str, str], Json]] = {}
         self._requests: dict[int, Request] = {}
         self._ids = itertools.count(1)
 
@@ -114,6 +115,7 @@ class MemoryStateStore:
             self._verifications.pop(name, None)
             self._decisions.pop(name, None)
             self._replays.pop(name, None)
+            self._notes.pop(name, None)
             if source is not None:
                 self._acks.pop(source, None)
                 self._captured.pop(source, None)
@@ -296,6 +298,15 @@ class MemoryStateStore:
     def replays(self, stream: str) -> dict[str, Json]:
         with self._lock:
             return copy.deepcopy(self._replays.get(stream, {}))
+
+    def save_note(self, stream: str, target: str, kind: str, note: Json) -> None:
+        with self._lock:
+            self._notes.setdefault(stream, {})[target, kind] = copy.deepcopy(note)
+
+    def notes(self, stream: str, kind: str) -> dict[str, Json]:
+        with self._lock:
+            mine = self._notes.get(stream, {})
+            return {target: copy.deepcopy(note) for (target, of), note in mine.items() if of == kind}
 
     def submit(self, verb: str, arguments: Json) -> int:
         with self._lock:

@@ -25,7 +25,7 @@ from millstream.state.base import FAULTS, EpochRecord, Fault, Request, Runtime, 
 from millstream.state.letters import SINCE_3, SqliteLetters, supersede
 from millstream.state.memory import HISTORY, refuse_epoch_below, refuse_going_back
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 _SCHEMA = """
 create table streams (name text primary key, definition text not null, updated_at text not null) without rowid;
@@ -87,13 +87,19 @@ create table replays (
     stream text not null, target text not null, replay text not null, primary key (stream, target)
 ) without rowid;
 """
-_STEPS = (_SCHEMA, _SINCE_2, SINCE_3, _SINCE_4, _SINCE_5, _SINCE_6)
+_SINCE_7 = """
+create table notes (
+    stream text not null, target text not null, kind text not null, note text not null,
+    primary key (stream, target, kind)
+) without rowid;
+"""
+_STEPS = (_SCHEMA, _SINCE_2, SINCE_3, _SINCE_4, _SINCE_5, _SINCE_6, _SINCE_7)
 """What makes a store of each version from one of the version before."""
 
 _OF_A_STREAM = (
     *("cursors", "cursor_history", "epochs", "runtimes", "totals", "pauses", "deletions", "faults"),
     *("letters", "reloads"),
-    *("verifications", "ddl_decisions", "replays"),
+    *("verifications", "ddl_decisions", "replays", "notes"),
 )
 ANSWERS_KEPT = timedelta(hours=1)
 """How long an answer waits for the process that asked."""
@@ -319,6 +325,14 @@ class SqliteStateStore(SqliteLetters):
     def replays(self, stream: str) -> dict[str, Json]:
         rows = self._read("select target, replay from replays where stream = ?", (stream,))
         return {target: json.loads(replay) for target, replay in rows}
+
+    def save_note(self, stream: str, target: str, kind: str, note: Json) -> None:
+        with self._write("remember a note") as db:
+            db.execute("insert or replace into notes values (?, ?, ?, ?)", (stream, target, kind, json.dumps(note)))
+
+    def notes(self, stream: str, kind: str) -> dict[str, Json]:
+        rows = self._read("select target, note from notes where stream = ? and kind = ?", (stream, kind))
+        return {target: json.loads(note) for target, note in rows}
 
     def submit(self, verb: str, arguments: Json) -> int:
         with self._write("leave a request") as db:

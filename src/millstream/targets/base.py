@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -322,6 +323,56 @@ class Repairable(Protocol):
 
     def repairer(self) -> Repairer:
         """For the open context."""
+
+
+@dataclass(frozen=True)
+class KeptTable:
+    """A table of a target as it was at one moment."""
+
+    name: str
+    """As users write it."""
+    place: str
+    """As the target's statements write it."""
+    schema: pa.Schema
+    batches: Iterator[pa.RecordBatch]
+    """All rows, in the target's own values. They can be read once, and before those of the next table."""
+    make: tuple[str, ...]
+    """Statements that make it, without rows,"""
+    finish: tuple[str, ...] = ()
+    """and those for when its rows are there: indexes, triggers."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The state of a target at one moment, between two batches: its tables, and how far they are."""
+
+    cursor: TargetCursor
+    own: Json
+    """What the target has written down of its tables."""
+    tables: Iterator[KeptTable]
+
+
+@runtime_checkable
+class Keepable(Protocol):
+    """A target whose state can be kept aside, and brought back later. While it is read, it is delivered to."""
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether this one can; another kind of the same family may not."""
+
+    @property
+    def read_alone(self) -> bool:
+        """Whether no batch can be written while the state is read."""
+
+    def keep(self, stream: str, target: str) -> AbstractContextManager[Kept]:
+        """The state, to be read within the block. Raises NotReady when nothing was delivered to it yet."""
+
+    def bring_back(self, stream: str, target: str, kept: Kept, token: str, *, overwrite: bool) -> bool:
+        """Give the target that state, all of it or nothing; durable when it returns. While nothing is delivered.
+
+        Raises TargetRefused when the target has something and it is not to be overwritten, or a table is another
+        stream's. False: it was brought back under this token already, and nothing was written.
+        """
 
 
 TargetOptions = dict[str, Any]

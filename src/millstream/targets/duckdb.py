@@ -21,9 +21,11 @@ from pydantic import Field
 from millstream.changelog import BEFORE, COMMON, METADATA, schema
 from millstream.errors import DependencyError, RowRefused, TargetError, TargetRefused, TargetUnavailable
 from millstream.model import Json, Relation
+from millstream.targets.base import KeptTable
 from millstream.targets.constants import Constant
 from millstream.targets.forms import form_schema
 from millstream.targets.lanes.database import OWN, ColumnDef, Database, LaneOptions, Values, matches, quoted
+from millstream.targets.lanes.keeping import plain, same_table
 from millstream.targets.lanes.lane import LaneTarget
 
 if TYPE_CHECKING:
@@ -59,7 +61,11 @@ _OF_A_ROW = {
     "OutOfRangeException": "value",
     "InvalidInputException": "value",
 }
-_PASSING = "IOException", "TransactionException", "OutOfMemoryException", "InterruptException"
+_PASSING = (
+    *("IOException", "TransactionException", "OutOfMemoryException", "InterruptException"),
+    # Another thread of this process is just letting go of the file.
+    "ResourceInUseException",
+)
 _REFUSED = {
     "Permission denied": "check the file's owner and rights, and those of its directory",
     "not a valid DuckDB database file": "the file is not a DuckDB database: give another path",
@@ -271,6 +277,53 @@ class DuckdbDatabase(Database):
             found = self._open().sql(f"SELECT {', '.join(names)} FROM {self.table(relation)} WHERE {living}{sorted_by}")
             for batch in found.to_arrow_reader(READ_ROWS) or ():
                 yield pa.Table.from_batches([batch]).cast(wanted)
+
+    keeps_state = True
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        self._execute("BEGIN")
+        try:
+            yield
+        finally:
+            # Closing rolls back, also where a statement that failed has ended the transaction.
+            self.__exit__()
+
+    def has_table(self, place: str) -> bool:
+        return self._made(place) is not None
+
+    def _made(self, place: str) -> tuple[str, str, str] | None:
+        """Schema, name, and the statement that makes a table."""
+        found = self.rows(
+            "SELECT schema_name, table_name, sql FROM duckdb_tables() WHERE database_name = current_database()"
+        )
+        return next(((a, b, sql) for a, b, sql in found if same_table(place, a, b)), None)
+
+    def kept_table(self, place: str) -> KeptTable:
+        made = self._made(place)
+        if made is None:
+            raise self._dropped(plain(place))
+        schema_name, name, sql = made
+        indexes = self.rows(
+            "SELECT sql FROM duckdb_indexes() WHERE database_name = current_database() AND schema_name = ? "
+            "AND table_name = ? AND sql IS NOT NULL",
+            (schema_name, name),
+        )
+        with self._errors():
+            rows = self._open().sql(f"SELECT * FROM {place}").to_arrow_reader(READ_ROWS)
+        make = (f"CREATE SCHEMA IF NOT EXISTS {quoted(schema_name)}", sql)
+        finish = tuple(row[0] for row in indexes)
+        return KeptTable(plain(place), place, rows.schema, self._kept_rows(rows), make, finish)
+
+    def _kept_rows(self, rows: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
+        with self._errors():
+            yield from rows
+
+    def put_rows(self, place: str, batch: pa.RecordBatch) -> None:
+        with self._errors():
+            self._open().register(_GIVEN, pa.Table.from_batches([batch]))
+        self._execute(f"INSERT INTO {place} SELECT * FROM {_GIVEN}")
+        self._open().unregister(_GIVEN)
 
     def _run_given(self, values: Sequence[Values], statement: str) -> None:
         """Run a statement that reads Arrow's columns as a table."""

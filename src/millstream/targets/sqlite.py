@@ -31,9 +31,12 @@ from millstream.changelog import BEFORE, COMMON, METADATA, exposed, schema
 from millstream.errors import RowRefused, TargetError, TargetRefused, TargetUnavailable
 from millstream.latest import special_texts, whole
 from millstream.model import Json, Relation
+from millstream.targets.base import KeptTable
 from millstream.targets.forms import json_form
 from millstream.targets.lanes.database import OWN, ColumnDef, Database, LaneOptions, Values, matches, quoted
+from millstream.targets.lanes.keeping import plain
 from millstream.targets.lanes.lane import LaneTarget
+from millstream.targets.lanes.sqlite_rows import OTHER, arrow_schema, from_arrow, to_arrow
 from millstream.wire.json_columns import json_text
 from millstream.wire.text import decimal_text
 
@@ -189,6 +192,44 @@ class SqliteDatabase(Database):
 
     def own_keys(self, keys: pa.Table) -> pa.Table:
         return pa.table({name: _unsaid(keys[name].to_pylist()) for name in keys.column_names})
+
+    keeps_state = True
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        # Its first statement fixes what is seen. With a write-ahead log no batch waits for it.
+        self.run("BEGIN")
+        try:
+            yield
+        finally:
+            self._open().rollback()
+
+    def has_table(self, place: str) -> bool:
+        return bool(self.rows("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", (plain(place),)))
+
+    def kept_table(self, place: str) -> KeptTable:
+        made = self.rows(
+            "SELECT type, sql FROM sqlite_master WHERE tbl_name = ? AND sql IS NOT NULL ORDER BY rowid", (plain(place),)
+        )
+        make = tuple(sql for kind, sql in made if kind == "table")
+        if not make:
+            raise self._dropped(plain(place))
+        finish = tuple(sql for kind, sql in made if kind != "table")
+        kept = arrow_schema({name: kind for _, name, kind, *_ in self.rows(f"PRAGMA table_info({place})")})
+        return KeptTable(plain(place), place, kept, self._kept_rows(place, kept), make, finish)
+
+    def _kept_rows(self, place: str, kept: pa.Schema) -> Iterator[pa.RecordBatch]:
+        names = ", ".join(quoted(name) for name in kept.names if name != OTHER)
+        with self._errors():
+            found = self._open().execute(f"SELECT {names} FROM {place}")
+            while rows := found.fetchmany(READ_ROWS):
+                yield to_arrow(rows, kept)
+
+    def put_rows(self, place: str, batch: pa.RecordBatch) -> None:
+        names = [name for name in batch.schema.names if name != OTHER]
+        into = f"{place} ({', '.join(map(quoted, names))}) VALUES ({', '.join('?' * len(names))})"
+        with self._errors():
+            self._open().executemany(f"INSERT INTO {into}", zip(*from_arrow(batch), strict=True))
 
     def _open(self) -> sqlite3.Connection:
         if self._connection is None:

@@ -15,9 +15,9 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field
 
 from millstream.changelog import exposed
-from millstream.errors import TargetError
+from millstream.errors import NotSupported, TargetError, TargetRefused
 from millstream.model import Json, Relation
-from millstream.targets.base import Part, TargetContext
+from millstream.targets.base import KeptTable, Part, TargetContext
 from millstream.targets.constants import Constant
 
 SelfDatabase = TypeVar("SelfDatabase", bound="Database")
@@ -263,6 +263,35 @@ class Database(ABC):
     def own_keys(self, keys: pa.Table) -> pa.Table:
         """Keys in that form as values that can be written."""
         return keys
+
+    # Its state, kept aside and brought back: where `keeps_state` says so
+
+    keeps_state = False
+    """Whether that can be done."""
+
+    def reading(self) -> AbstractContextManager[None]:
+        """A transaction that sees one state of all tables, and changes nothing."""
+        raise self._cannot_keep()
+
+    def has_table(self, place: str) -> bool:
+        """Whether there is a table of that name, which is quoted."""
+        raise self._cannot_keep()
+
+    def kept_table(self, place: str) -> KeptTable:
+        """A table with all its rows, within `reading`. Raises TargetRefused if it is not there."""
+        raise self._cannot_keep()
+
+    def put_rows(self, place: str, batch: pa.RecordBatch) -> None:
+        """Write rows that `kept_table` gave to a table that was made like that one."""
+        raise self._cannot_keep()
+
+    def _cannot_keep(self) -> NotSupported:
+        return NotSupported(f"the state of a target of kind {self.kind} cannot be kept aside")
+
+    def _dropped(self, place: str) -> TargetRefused:
+        return TargetRefused(
+            f"the table {place} at {self.where} was dropped", hint="restore the target, or start a new one"
+        )
 
 
 UNKNOWN = -1

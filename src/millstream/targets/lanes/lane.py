@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,6 +23,7 @@ from millstream.targets.base import (
     ASKING,
     Capabilities,
     Delivery,
+    Kept,
     LaneBatch,
     Part,
     Reader,
@@ -34,6 +35,7 @@ from millstream.targets.lanes.changelog import write_changes
 from millstream.targets.lanes.database import OWN, Database, LaneOptions
 from millstream.targets.lanes.evolving import refresh, refuse_other_names
 from millstream.targets.lanes.isolating import Isolating
+from millstream.targets.lanes.keeping import bring_back, keep
 from millstream.targets.lanes.logged import LoggedReader
 from millstream.targets.lanes.mirror import clear, has_newer, insert_rows, write_run
 from millstream.targets.lanes.reading import LaneReader, SqlRepairer
@@ -222,6 +224,20 @@ class LaneTarget:
     def settle_replay(self) -> None:
         with self._asking() as db, db.transaction():
             forget_tombstones(db, self._opened())
+
+    @property
+    def keeps_state(self) -> bool:
+        return self._database.keeps_state
+
+    @property
+    def read_alone(self) -> bool:
+        return not self._database.many_readers
+
+    def keep(self, stream: str, target: str) -> AbstractContextManager[Kept]:
+        return keep(self._database(self._options), stream, target)
+
+    def bring_back(self, stream: str, target: str, kept: Kept, token: str, *, overwrite: bool) -> bool:
+        return bring_back(self._database(self._options), stream, target, kept, token, overwrite=overwrite)
 
     def release(self, stream: str, target: str) -> None:
         """The tables stay as they are, and belong to nobody; the next stream may take them over."""

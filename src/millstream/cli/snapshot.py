@@ -1,0 +1,180 @@
+"""`millstream snapshot`: the states of targets, kept aside and brought back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from millstream.cli.output import Home, Json, console, print_json, seconds, size
+
+if TYPE_CHECKING:
+    from millstream.engine.engine import Engine
+    from millstream.snapshots.manifest import TargetSnapshot
+
+snapshot = typer.Typer(
+    help="Keep the state of a target's tables with its position, and bring it back.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The stream.", show_default=False)]
+Id = Annotated[str, typer.Argument(metavar="[ID]", help="The snapshot, as `list` names it.")]
+Target = Annotated[str | None, typer.Option("--target", help="Only this target of the stream.", show_default="all")]
+OneTarget = Annotated[
+    str | None, typer.Option("--target", help="The target, where several can have snapshots.", show_default="the one")
+]
+Where = Annotated[
+    str | None,
+    typer.Option("--path", help="Where the snapshots are, a directory or URL.", show_default="what the stream says"),
+]
+
+
+@snapshot.command()
+def create(
+    name: Name,
+    target: Target = None,
+    path: Where = None,
+    format: Annotated[
+        str | None, typer.Option(help="How rows are written: arrow or jsonl.", show_default="what the stream says")
+    ] = None,
+    home: Home = None,
+    json: Json = False,
+) -> None:
+    """Take a snapshot of each target, or of one, while the stream goes on."""
+    if format not in (None, "arrow", "jsonl"):
+        raise typer.BadParameter("a format is arrow or jsonl")
+    found = _engine(home).create_snapshot(name, target, path=_absolute(path), format=format)
+    if json:
+        print_json([one.to_json() for one in found])
+        return
+    for one in found:
+        what = f"{one.rows:,} rows, {size(one.size)}, at seq {one.seq:,} ({one.position_text})"
+        console().print(f"{name}/{one.target}: {one.id}: {what}, in {seconds(one.seconds)}")
+
+
+@snapshot.command(name="list")
+def list_snapshots(
+    name: Name, target: Target = None, path: Where = None, home: Home = None, json: Json = False
+) -> None:
+    """List the snapshots there are, oldest first. One that was not finished is none."""
+    found = _engine(home).list_snapshots(name, target, path=_absolute(path))
+    if json:
+        print_json([one.to_json() for one in found])
+        return
+    if not found:
+        console().print("No snapshot is here.")
+        return
+    _print(found)
+
+
+@snapshot.command()
+def inspect(
+    name: Name,
+    id: Id = "latest",
+    target: OneTarget = None,
+    path: Where = None,
+    check: Annotated[bool, typer.Option("--check", help="Read all files and compare their checksums.")] = False,
+    home: Home = None,
+    json: Json = False,
+) -> None:
+    """Show what is in a snapshot, and whether the stream can go on from it."""
+    found, why = _engine(home).inspect_snapshot(name, id, target, path=_absolute(path), check=check)
+    told = {**found.to_json(), "checked": check, "usable": why is None, "why_not": why}
+    if json:
+        print_json(told)
+        return
+    for key, value in told.items():
+        if key not in ("tables", "why_not"):
+            console().print(f"{key.replace('_', ' ')}: {value}")
+    if why is not None:
+        console().print(f"cannot be restored: {why}", style="yellow")
+    for table in told["tables"]:
+        columns = ", ".join(f"{column} {kind}" for column, kind in table["columns"].items())
+        console().print(f"  {table['name']}: {table['rows']:,} rows, {size(table['bytes'])}: {columns}")
+
+
+@snapshot.command()
+def restore(
+    name: Name,
+    id: Id = "latest",
+    target: OneTarget = None,
+    path: Where = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what the target has; else it must be empty.")
+    ] = False,
+    home: Home = None,
+    json: Json = False,
+) -> None:
+    """Bring a target back to a snapshot. Its delivery goes on from there: no gap, no double."""
+    record = _engine(home).restore_snapshot(name, id, target, path=_absolute(path), overwrite=overwrite)
+    if json:
+        print_json(record)
+        return
+    what = f"{name}: snapshot {record['id']} at seq {record['seq']:,} ({record['position']})"
+    if record["state"] == "waiting":
+        console().print(f"{what}: the target's delivery restores it now; see `millstream status {name}`")
+    else:
+        console().print(f"{what}: restored; the stream goes on from there when it runs")
+
+
+@snapshot.command()
+def delete(
+    name: Name,
+    id: Annotated[str, typer.Argument(metavar="ID", help="The snapshot, as `list` names it.", show_default=False)],
+    target: OneTarget = None,
+    path: Where = None,
+    home: Home = None,
+    json: Json = False,
+) -> None:
+    """Remove a snapshot."""
+    gone = _engine(home).delete_snapshot(name, id, target, path=_absolute(path))
+    print_json(gone.to_json()) if json else console().print(f"{name}/{gone.target}: {gone.id} is deleted.")
+
+
+@snapshot.command()
+def prune(
+    name: Name,
+    target: Target = None,
+    keep: Annotated[
+        int | None, typer.Option(min=1, help="How many of each target stay.", show_default="what the stream says")
+    ] = None,
+    path: Where = None,
+    home: Home = None,
+    json: Json = False,
+) -> None:
+    """Remove the oldest snapshots, so that only the newest stay."""
+    gone = _engine(home).prune_snapshots(name, target, keep=keep, path=_absolute(path))
+    if json:
+        print_json([one.to_json() for one in gone])
+        return
+    for one in gone:
+        console().print(f"{name}/{one.target}: {one.id} is deleted.")
+    if not gone:
+        console().print("There are no more than that.")
+
+
+def _engine(home: str | None) -> Engine:
+    from millstream.engine.engine import Engine
+    from millstream.engine.home import Home as HomeDirectory
+
+    return Engine(HomeDirectory.locate(home))
+
+
+def _absolute(path: str | None) -> str | None:
+    """The process that does it may have another working directory."""
+    return path if path is None or "://" in path else str(Path(path).expanduser().absolute())
+
+
+def _print(found: list[TargetSnapshot]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("id", "target", "taken (UTC)", "seq", "position", "tables", "rows", "size", "format"):
+        table.add_column(column, justify="right" if column in ("seq", "tables", "rows", "size") else "left")
+    for one in found:
+        what = (one.id, one.target, f"{one.created_at:%Y-%m-%d %H:%M:%S}", f"{one.seq:,}", one.position_text)
+        table.add_row(*what, str(len(one.tables)), f"{one.rows:,}", size(one.size), one.format.value)
+    console().print(table)
