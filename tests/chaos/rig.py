@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Self
 
@@ -37,14 +38,20 @@ targets:
 
 def failpoints() -> list[str]:
     """Every failpoint that the code names, in the order of files and lines."""
+    return list(_failpoints())
+
+
+@cache
+def _failpoints() -> tuple[str, ...]:
     found: list[str] = []
     for path in sorted(Path(millstream.__file__).parent.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if "failpoint(" in text else ():
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "failpoint":
                 (name,) = node.args
                 assert isinstance(name, ast.Constant), f"{path}:{node.lineno}: a failpoint's name must be a literal"
                 found.append(name.value)
-    return found
+    return tuple(found)
 
 
 class Rig:

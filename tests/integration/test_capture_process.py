@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import signal
@@ -19,6 +18,7 @@ from millstream.engine import supervisor
 from millstream.engine.capture_order import CaptureOrder
 from millstream.errors import SourceHalted
 from millstream.observe import Event
+from tests.chaos.rig import failpoints
 from tests.fixtures.capture import SECONDS, Captured, captured, source_spec
 from tests.fixtures.postgres import Database, drop_slots
 
@@ -104,24 +104,13 @@ def test_killed_at_random_under_load_it_goes_on_without_gap_or_double(database: 
     assert capture.kinds.count("capture.restarting") == 2
 
 
-def failpoints() -> list[str]:
-    """Every failpoint of the capture process, read from the code."""
-    package = Path(__file__).parents[2] / "src" / "millstream"
-    names = set()
-    for path in package.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "failpoint":
-                names.add(ast.literal_eval(node.args[0]))
-    return sorted(name for name in names if name.startswith("capture."))
-
-
 def test_killed_at_each_durable_step_it_goes_on_without_gap_or_double(
     database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One journal; each process is killed at another step, and the next one goes on."""
     in_order = ["publication_created", "slot_created", "journal_created", "replication_started", "block_appended"]
     steps = [f"capture.{step}" for step in [*in_order, "committed", "acked", "spooled"]]
-    assert sorted(steps) == failpoints()
+    assert sorted(steps) == sorted(name for name in failpoints() if name.startswith("capture."))
     database.sql(TABLE + "; ALTER TABLE t ALTER v SET STORAGE EXTERNAL")
     monkeypatch.setenv("MILLSTREAM_FAILPOINT_STATE", str(tmp_path))
     monkeypatch.setattr(supervisor, "HEALTHY_SECONDS", 0.0)

@@ -18,7 +18,7 @@ from tests.fixtures.capture import source_spec
 from tests.fixtures.delivery import Impatient
 from tests.fixtures.disks import mounted
 from tests.fixtures.engines import QUICK, await_that
-from tests.fixtures.postgres import TEST_SETTINGS, Database, once_free
+from tests.fixtures.postgres import Database, once_free, short_lived
 
 pytestmark = pytest.mark.postgres
 
@@ -28,7 +28,7 @@ ITEMS = "SELECT id, note FROM item ORDER BY id"
 @pytest.fixture(scope="module")
 def other() -> Iterator[EmbeddedPostgres]:
     """The target's own server, which the tests may kill."""
-    with EmbeddedPostgres(version=18, settings=TEST_SETTINGS) as server:
+    with short_lived(18) as server:
         Database(server, "postgres").sql("CREATE ROLE writer LOGIN")
         yield server
 
