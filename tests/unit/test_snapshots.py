@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 from millstream import Engine, Mode, SnapshotRules, StreamSpec, TargetSpec
 from millstream.cli.app import app
-from millstream.engine.turns import Turns
 from millstream.errors import (
     ConfigError,
     NotReady,
@@ -25,7 +24,6 @@ from millstream.errors import (
     OutOfRange,
     SnapshotError,
     TargetRefused,
-    TargetUnavailable,
     UnknownStream,
 )
 from millstream.snapshots.files import Files, LocalFiles, RemoteFiles, open_files
@@ -219,30 +217,6 @@ def test_files_are_the_same_on_a_disk_and_behind_a_url(tmp_path: Path, remote: b
     there.remove_folder("a/b")
     assert there.folders("a") == ["c"]
     assert str(open_files(f"file://{tmp_path}").base) == str(tmp_path)
-
-
-def test_batches_wait_while_somebody_has_the_target_for_himself() -> None:
-    stopping = threading.Event()
-    turns = Turns(stopping)
-    assert turns.begin()
-    with pytest.raises(TargetUnavailable), turns.aside(0.01):
-        pass
-    turns.end()
-    begun = threading.Event()
-    batch = threading.Thread(target=lambda: turns.begin() and begun.set())
-    with turns.aside(60):
-        batch.start()
-        assert not begun.wait(0.05)
-    assert begun.wait(60)
-    turns.end()
-    with turns.aside(60):
-        answers: list[bool] = []
-        late = threading.Thread(target=lambda: answers.append(turns.begin()))
-        late.start()
-        stopping.set()
-        turns.await_end(60)
-        late.join(60)
-    assert answers == [False], "who shall end waits for no turn"
 
 
 def shop(script: Script, root: Path, *kinds: str, rules: SnapshotRules | None) -> StreamSpec:

@@ -18,10 +18,11 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from millstream.config.kinds import is_mirror
+from millstream.engine.account import Account
 from millstream.engine.backoff import Backoff
 from millstream.engine.baseline import Baseline, BaselineStopped
-from millstream.engine.batch import BatchResult, run_batch
-from millstream.engine.delivery_errors import is_transient, kind_of, unexpected
+from millstream.engine.batch import run_batch
+from millstream.engine.delivery_errors import check_spark, is_transient, kind_of, unexpected
 from millstream.engine.gate import GATE_SECONDS, AtGate, Gate
 from millstream.engine.letters import LetterBox
 from millstream.engine.opening import Opened, Opening, from_micros
@@ -29,7 +30,7 @@ from millstream.engine.replaying import Replaying, ReplayStopped
 from millstream.engine.startup import Startup
 from millstream.engine.turns import Turns
 from millstream.engine.uncaptured import NoJournal
-from millstream.errors import JournalError, JournalMismatch, MillstreamError, OutOfRange, TargetError
+from millstream.errors import JournalError, JournalMismatch, MillstreamError, OutOfRange
 from millstream.failpoint import failpoint
 from millstream.model import Cursor, Json, Mode, SeqRange, StreamSpec, StreamState, TargetSpec
 from millstream.observe import Event, Level, Observer
@@ -109,10 +110,12 @@ class DeliveryQuery:
         self._gate = Gate(stream, locations, store, tables)
         self._gated = False
         self._replaying = Replaying(stream, target_spec, target, store, self._emit)
+        self._turns = Turns()
         self.stopping = threading.Event()
         """Set once `stop` was asked for; a batch that waits then gives up."""
         self._settled = threading.Event()
-        self.turns = Turns(self.stopping)
+        self._idle = threading.Condition()
+        self._in_batch = False
         self._query: SliceQuery | None = None
         self._opened: Opened | None = None
         self._parallel = 1
@@ -128,7 +131,7 @@ class DeliveryQuery:
         """Unix time: no slice that was planned before is in use any more."""
         self._retrying: str | None = None
         self._baseline: Baseline | None = None
-        self._counts = {"events": 0, "bytes": 0, "batches": 0, "last_batch_ms": 0}
+        self._account = Account()
 
     # For the engine
 
@@ -142,11 +145,16 @@ class DeliveryQuery:
         """Whether nothing more will come: stopped, failed, or (once) everything delivered."""
         return self.state in (StreamState.STOPPED, StreamState.COMPLETE, *BROKEN)
 
+    @property
+    def turns(self) -> Turns:
+        """Whose turn it is at the target: who must have it for himself takes one."""
+        return self._turns
+
     def status(self) -> Json:
         """What `millstream status` shows of this target."""
         cursor = self.cursor
         return {
-            **self._counts,
+            **self._account.counts,
             "epoch": self._opened.epoch if self._opened else None,
             "seq": cursor.seq if cursor else None,
             "last_event": cursor.commit_ts.isoformat() if cursor and cursor.commit_ts else None,
@@ -168,7 +176,8 @@ class DeliveryQuery:
         """End the query; returns when it has ended. With `drain` a running batch gets `timeout` seconds to finish."""
         self.stopping.set()
         if drain:
-            self.turns.await_end(timeout)
+            with self._idle:
+                self._idle.wait_for(lambda: not self._in_batch, timeout)
         while self._thread.is_alive():
             # A query that is just starting cannot be stopped yet: ask again until the thread is through.
             if self._query is not None:
@@ -207,7 +216,7 @@ class DeliveryQuery:
         except (BaselineStopped, ReplayStopped):
             return False
         except (MillstreamError, PySparkException, Py4JError) as failed:
-            self._check_spark(failed)
+            check_spark(self._spark, failed)
             if not is_transient(failed):
                 raise
             return self._pause(backoff, failed)
@@ -222,7 +231,7 @@ class DeliveryQuery:
         if query.unusable is not None:
             self._distrust = query.unusable
             return True
-        self._check_spark(failure)
+        check_spark(self._spark, failure)
         self._opening.probe(self._current())
         if self._progressed:
             backoff.reset()
@@ -319,22 +328,8 @@ class DeliveryQuery:
             captured=self._stream.mode is not Mode.SNAPSHOT,
         )
         self._baseline = baseline
-        result = baseline.run()
-        self._counts = {
-            **self._counts,
-            "events": self._counts["events"] + result.rows,
-            "bytes": self._counts["bytes"] + result.bytes,
-        }
+        self._account.add(baseline.run())
         self._baseline = None
-
-    def _check_spark(self, failure: Exception | None) -> None:
-        """A session whose JVM is gone cannot be retried on."""
-        try:
-            stopped = self._spark.sparkContext._jsc is None or self._spark.sparkContext._jsc.sc().isStopped()
-        except Py4JError:
-            stopped = True
-        if stopped:
-            raise TargetError("Spark has ended", hint="see spark.log in the home's spark directory") from failure
 
     def _pause(self, backoff: Backoff, failure: Exception | None) -> bool:
         """Wait before the next try. False when the query was stopped meanwhile."""
@@ -358,17 +353,13 @@ class DeliveryQuery:
     # A batch, on Spark's thread
 
     def _on_batch(self, span: SeqRange) -> None:
-        if not self.turns.begin():
-            raise DeliveryStopped
+        with self._idle:
+            if self.stopping.is_set():
+                raise DeliveryStopped
+            self._in_batch = True
         try:
             failpoint("delivery.batch_started")
-            opened = self._current()
-            ahead = SeqRange(max(span.start, self._opening.delivered_seq(opened)), span.end)
-            closed = self._gate.cut(ahead, opened.plan.after_position)
-            if closed is None:
-                self._deliver(span)
-            else:
-                self._deliver_before(span, closed.seq)
+            self._deliver_in_turn(span)
             self.planning_since = time.time()
         except MillstreamError as failed:
             # A plain JournalError says that a segment has changed its form: the range is planned again.
@@ -381,7 +372,22 @@ class DeliveryQuery:
             self._fatal = unexpected(defect)
             raise
         finally:
-            self.turns.end()
+            with self._idle:
+                self._in_batch = False
+                self._idle.notify_all()
+
+    def _deliver_in_turn(self, span: SeqRange) -> None:
+        """Deliver when no step of a copy is at work on the target, up to a gate if there is one."""
+        with self._turns.taken(self.stopping) as mine:
+            if not mine:
+                raise DeliveryStopped
+            opened = self._current()
+            ahead = SeqRange(max(span.start, self._opening.delivered_seq(opened)), span.end)
+            closed = self._gate.cut(ahead, opened.plan.after_position)
+            if closed is None:
+                self._deliver(span)
+            else:
+                self._deliver_before(span, closed.seq)
 
     def _deliver_before(self, span: SeqRange, seq: int) -> None:
         """Deliver of a batch what comes before a gate, and end the query: it is planned anew when the gate opens."""
@@ -404,7 +410,7 @@ class DeliveryQuery:
                 if self.stopping.is_set():
                     # Not an error of ours: Spark cancelled the job because we asked it to.
                     raise DeliveryStopped from failed
-                self._check_spark(failed)
+                check_spark(self._spark, failed)
                 if not is_transient(failed) or (self._once and backoff.attempts >= ONCE_TRIES):
                     raise
                 delay = backoff.next()
@@ -453,29 +459,11 @@ class DeliveryQuery:
         at = from_micros(cut.commit_ts_us)
         cursor = self._opening.save(opened, span.end, cut.resume_position, at, result.tallies, result.superseded)
         failpoint("delivery.cursor_saved")
-        self._account(span, result, cursor, time.monotonic() - started)
+        self._note(self._account.batch(span, result, cursor, time.monotonic() - started), cursor)
 
-    def _account(self, span: SeqRange, result: BatchResult, cursor: Cursor, seconds: float) -> None:
-        milliseconds = round(seconds * 1000)
-        counts = self._counts
+    def _note(self, fields: Json, cursor: Cursor) -> None:
         self._progressed = True
-        self._counts = {
-            "events": counts["events"] + result.rows,
-            "bytes": counts["bytes"] + result.bytes,
-            "batches": counts["batches"] + 1,
-            "last_batch_ms": milliseconds,
-        }
-        fields = {
-            "start": span.start,
-            "end": span.end,
-            "rows": result.rows,
-            "bytes": result.bytes,
-            "skipped": result.skipped,
-            "ms": milliseconds,
-            "tables": result.tables,
-            "commit_ts": cursor.commit_ts.isoformat() if cursor.commit_ts else None,
-        }
-        self._emit("delivery.batch", f"{result.rows} rows up to seq {span.end}", Level.DEBUG, fields)
+        self._emit("delivery.batch", f"{fields['rows']} rows up to seq {fields['end']}", Level.DEBUG, fields)
         if self._on_cursor is not None:
             self._on_cursor(cursor)
 

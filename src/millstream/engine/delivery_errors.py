@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from py4j.protocol import Py4JError
 from pyspark.errors import PythonException
+from pyspark.sql import SparkSession
 
 from millstream.errors import MillstreamError, TargetError
 
@@ -23,3 +25,13 @@ def unexpected(defect: Exception | None) -> TargetError:
 def kind_of(failure: Exception | None) -> str:
     """A stranger's error by its class alone: its words may hold a user's values."""
     return "the query ended" if failure is None else f"Spark reported {type(failure).__name__}"
+
+
+def check_spark(spark: SparkSession, failure: Exception | None) -> None:
+    """Raise TargetError for a session whose JVM is gone: it cannot be retried on."""
+    try:
+        stopped = spark.sparkContext._jsc is None or spark.sparkContext._jsc.sc().isStopped()
+    except Py4JError:
+        stopped = True
+    if stopped:
+        raise TargetError("Spark has ended", hint="see spark.log in the home's spark directory") from failure

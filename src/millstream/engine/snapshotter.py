@@ -9,15 +9,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from millstream.config.kinds import KEPT
 from millstream.engine.home import Home
-from millstream.engine.snapshots import PATIENCE, take
+from millstream.engine.snapshots import take
 from millstream.errors import MillstreamError, NotReady, RequestFailed, SnapshotError
 from millstream.model import Json, StreamSpec, TargetSpec
 from millstream.observe import Event, Level, Observer
@@ -26,6 +26,7 @@ from millstream.snapshots.taking import TakingStopped
 from millstream.state.base import StateStore
 
 if TYPE_CHECKING:
+    from millstream.engine.delivery import DeliveryQuery
     from millstream.engine.running import Member, RunningStreams
 
 SCHEDULE_SECONDS = 1.0
@@ -165,7 +166,7 @@ class Snapshotter:
         def aside(target: str) -> AbstractContextManager[None] | None:
             member = next((one for one in self._running.members if one.name == order.stream.name), None)
             delivery = member.deliveries.get(target) if member is not None else None
-            return delivery.query.turns.aside(PATIENCE) if delivery else None
+            return self._turn(delivery.query) if delivery is not None else None
 
         try:
             taken = take_all(self._home, self._store, self._observer, order, self._stopping, aside)
@@ -177,6 +178,14 @@ class Snapshotter:
         except Exception as defect:  # noqa: BLE001 - whoever asked must hear of it
             answer = _answer(SnapshotError(f"the snapshot ended: {type(defect).__name__}"))
         order.done(answer)
+
+    @contextmanager
+    def _turn(self, query: DeliveryQuery) -> Iterator[None]:
+        """Have the target for a while, as a batch of its delivery has."""
+        with query.turns.taken(self._stopping) as mine:
+            if not mine:
+                raise TakingStopped
+            yield
 
 
 def _answer(failed: MillstreamError) -> Json:
