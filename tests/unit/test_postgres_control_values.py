@@ -108,6 +108,21 @@ def test_the_plugin_is_told_what_its_version_knows() -> None:
     assert options.plugin_options(160010)["origin"] == "none"
 
 
+@pytest.mark.parametrize(
+    ("protocol", "more"),
+    [
+        (1, {"proto_version": "1"}),
+        (2, {"proto_version": "2", "streaming": "on"}),
+        (3, {"proto_version": "3", "streaming": "on"}),
+        (4, {"proto_version": "4", "streaming": "parallel"}),
+    ],
+)
+def test_a_stream_asks_for_the_protocol_and_bulk_reading_for_the_first(protocol: int, more: dict[str, str]) -> None:
+    options = options_of(protocol=protocol)
+    assert options.stream_options(160010) == {**options.plugin_options(160010), **more}
+    assert options.plugin_options(160010)["proto_version"] == "1"
+
+
 # Patterns
 
 
@@ -254,11 +269,16 @@ def test_commits_wait_for_us_only_if_the_setting_means_us(names: str, matches: b
         ({"plugin": "wal2json"}, "slot s belongs to the plugin wal2json, not to pgoutput"),
         ({"database": "other"}, "slot s belongs to the database other, not to shop"),
         ({"temporary": True}, "slot s is temporary"),
+        (
+            {"two_phase": True},
+            "slot s was made with two_phase: it sends transactions when they are prepared, and Millstream takes them "
+            "when they commit",
+        ),
         ({"confirmed_flush": None}, "slot s was never finished"),
     ],
 )
 def test_a_slot_that_cannot_go_on_says_why(change: dict[str, Any], problem: str | None) -> None:
-    sound = SlotInfo("s", "pgoutput", "shop", False, None, "reserved", None, None, 1, 2, 3, 4, 0, 0)
+    sound = SlotInfo("s", "pgoutput", "shop", False, False, None, "reserved", None, None, 1, 2, 3, 4, 0, 0)
     assert slot_problem(replace(sound, **change), "shop") == problem
 
 

@@ -38,12 +38,15 @@ _CLASS[[wire.INSERT, wire.UPDATE, wire.DELETE, wire.TRUNCATE, wire.MESSAGE]] = _
 _CLASS[[wire.BEGIN, wire.COMMIT]] = _MARK
 _CLASS[[wire.RELATION, wire.TYPE, wire.ORIGIN, wire.KEEPALIVE]] = _QUIET
 
-_OP = np.zeros(256, dtype=np.uint8)
-_OP[wire.INSERT] = Op.CREATE
-_OP[wire.UPDATE] = Op.UPDATE
-_OP[wire.DELETE] = Op.DELETE
-_OP[wire.TRUNCATE] = Op.TRUNCATE
-_OP[wire.MESSAGE] = Op.MESSAGE
+ROWS = _CLASS == _ROW
+"""By tag whether a message is of rows, and"""
+OPS = np.zeros(256, dtype=np.uint8)
+OPS[wire.INSERT] = Op.CREATE
+OPS[wire.UPDATE] = Op.UPDATE
+OPS[wire.DELETE] = Op.DELETE
+OPS[wire.TRUNCATE] = Op.TRUNCATE
+OPS[wire.MESSAGE] = Op.MESSAGE
+"""by tag the operation of its rows."""
 
 _NUMPY: dict[str, type[np.generic]] = {"tx_index": np.int32, "op": np.uint8, "relation": np.int32}
 _RESUME = CAPTURED.get_field_index("resume_position")
@@ -91,11 +94,22 @@ class Assembler:
         self._held_bytes = 0
         self._oids = np.zeros(1, dtype=np.int64)
         self._ids = np.zeros(1, dtype=np.int32)
+        self._promised: dict[int, Relation] = {}
+
+    @property
+    def reached(self) -> int:
+        """How far into its log the server has come, as far as it has told: `received`, or beyond it."""
+        return self.received
 
     @property
     def spooling(self) -> bool:
         """Whether a transaction has begun that is too large for memory, and has not ended."""
         return self._spool.batches > 0
+
+    @property
+    def in_transaction(self) -> bool:
+        """Whether a transaction has begun, and its Commit has not come."""
+        return self._open is not None
 
     def feed(self, frames: Frames) -> Iterator[Block]:
         """The blocks that this run of messages completes. Must be exhausted before the next call.
@@ -108,7 +122,7 @@ class Assembler:
             raise ProtocolError(f"the server sent a message of an unknown kind {chr(frames.tag[kind == 0][0])!r}")
         alone, heartbeat = _messages_outside(frames)
         transactions = self._transactions(frames, alone)
-        row_message, oid = _row_messages(frames, (kind == _ROW) & ~heartbeat)
+        row_message, oid = row_messages(frames, (kind == _ROW) & ~heartbeat)
         relation = self._map_relations(frames, row_message, oid)
         rows, of = self._build(frames, transactions, row_message, relation)
         yield from self._emit(frames, transactions, rows, of)
@@ -126,7 +140,11 @@ class Assembler:
         self._start = self.received
 
     def discard(self) -> None:
-        """Forget a transaction that was not finished: the connection is gone."""
+        """Forget what was not finished: the connection is gone."""
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Forget the rows of the transaction that has begun."""
         self._open = None
         self._parts.clear()
         self._held_bytes = 0
@@ -171,16 +189,27 @@ class Assembler:
         return relation
 
     def _lookup(self, oid: Ints) -> npt.NDArray[np.int32]:
+        if self._promised:
+            for each in np.unique(oid).tolist():
+                if each in self._promised:
+                    self._describe(self._promised[each])
         at = np.minimum(np.searchsorted(self._oids, oid), len(self._oids) - 1)
         if not np.array_equal(self._oids[at], oid):
             raise ProtocolError("the server sent a change of a table that it had not described")
         return self._ids[at]
 
-    def _describe(self, relation: Relation) -> None:
+    def _describe(self, relation: Relation) -> int:
+        """From now on the table is like this. Returns its registered id."""
+        self._promised.pop(relation.oid, None)
         known = dict(zip(self._oids.tolist(), self._ids.tolist(), strict=True))
-        known[relation.oid] = self._register(relation)
+        known[relation.oid] = number = self._register(relation)
         self._oids = np.array(sorted(known), dtype=np.int64)
         self._ids = np.array([known[oid] for oid in self._oids.tolist()], dtype=np.int32)
+        return number
+
+    def _promise(self, relation: Relation) -> None:
+        """From now on the table is like this; it is registered when a row of it comes."""
+        self._promised[relation.oid] = relation
 
     def _build(
         self, frames: Frames, found: _Transactions, row_message: Ints, relation: npt.NDArray[np.int32]
@@ -200,15 +229,15 @@ class Assembler:
         resume = np.append(found.resume_position, 0)[np.minimum(of, closed)]
         values = {
             "tx_index": index,
-            "op": _OP[frames.tag[row_message]],
+            "op": OPS[frames.tag[row_message]],
             "commit_position": found.commit_position[of],
             "resume_position": resume,
             "commit_ts": found.commit_ts[of],
             "txid": found.txid[of],
             "relation": relation,
         }
-        columns = [_column(name, column) for name, column in values.items()]
-        columns.append(_payloads(frames, row_message))
+        columns = [column(name, held) for name, held in values.items()]
+        columns.append(payloads(frames, row_message))
         return pa.RecordBatch.from_arrays(columns, schema=CAPTURED), of
 
     # -- blocks ------------------------------------------------------------------------------
@@ -219,11 +248,11 @@ class Assembler:
         wanted = found.resume_position > self._start
         last = rows.slice(0, whole)
         if not wanted.all():
-            last = last.take(_integers(np.flatnonzero(wanted[of[:whole]])))
+            last = last.take(integers(np.flatnonzero(wanted[of[:whole]])))
         if self._open is not None and closed:
             if wanted[0]:
                 yield from self._release(int(found.resume_position[0]), goes_on=bool(whole > 0 and of[0] == 0))
-            self.discard()
+            self._let_go()
         progress = self._advance(frames, found)
         if last.num_rows and last.column(_RESUME)[-1].as_py() == progress:
             progress = None
@@ -235,7 +264,7 @@ class Assembler:
         left = self._spool.batches + len(self._parts)
         for part in chain(self._spool.drain(), self._parts):
             left -= 1
-            end = _column("resume_position", np.full(part.num_rows, resume))
+            end = column("resume_position", np.full(part.num_rows, resume))
             yield Block(part.set_column(_RESUME, CAPTURED.field(_RESUME), end), goes_on or left > 0)
 
     def _advance(self, frames: Frames, found: _Transactions) -> int | None:
@@ -291,7 +320,7 @@ def _check_order(found: _Transactions) -> None:
         raise ProtocolError("the server sent Begin and Commit out of order")
 
 
-def _row_messages(frames: Frames, is_row: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
+def row_messages(frames: Frames, is_row: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
     """For each row the message it comes from and the OID of its table (0 for a logical message).
 
     A truncate of several tables gives a row for each of them.
@@ -310,7 +339,7 @@ def _row_messages(frames: Frames, is_row: npt.NDArray[np.bool_]) -> tuple[Ints, 
     return np.repeat(messages, count), oid
 
 
-def _payloads(frames: Frames, row_message: Ints) -> pa.LargeBinaryArray:
+def payloads(frames: Frames, row_message: Ints) -> pa.LargeBinaryArray:
     """The messages of the rows, gathered in C++ from an array that covers rows and gaps in turn."""
     if not len(row_message):
         return pa.nulls(0, pa.large_binary())
@@ -322,15 +351,15 @@ def _payloads(frames: Frames, row_message: Ints) -> pa.LargeBinaryArray:
     turns = pa.LargeBinaryArray.from_buffers(
         pa.large_binary(), len(offsets) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(frames.raw)]
     )
-    return turns.take(_integers(2 * (np.cumsum(fresh) - 1)))
+    return turns.take(integers(2 * (np.cumsum(fresh) - 1)))
 
 
-def _column(name: str, values: npt.NDArray[Any]) -> pa.Array:
+def column(name: str, values: npt.NDArray[Any]) -> pa.Array:
     """A column of CAPTURED over numpy's memory. (`pa.array` would do, but it imports pandas.)"""
     kind = CAPTURED.field(name).type
     held = np.ascontiguousarray(values, dtype=_NUMPY.get(name, np.int64))
     return pa.Array.from_buffers(kind, len(held), [None, pa.py_buffer(held)])
 
 
-def _integers(values: Ints) -> pa.Int64Array:
+def integers(values: Ints) -> pa.Int64Array:
     return pa.Array.from_buffers(pa.int64(), len(values), [None, pa.py_buffer(values)])

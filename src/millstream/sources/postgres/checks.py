@@ -22,7 +22,7 @@ from millstream.sources.base import SourceIdentity
 from millstream.sources.postgres.connection import Connection, command, session_settings, translated
 from millstream.sources.postgres.lsn import format_lsn, parse_lsn
 from millstream.sources.postgres.membership import Publication, check_drift, read_publications
-from millstream.sources.postgres.options import PostgresOptions
+from millstream.sources.postgres.options import PostgresOptions, newest_protocol
 from millstream.sources.postgres.publication import drift_error
 from millstream.sources.postgres.slot import slot_info, slot_problem
 
@@ -93,6 +93,7 @@ def check_before_start(
     facts = identity.facts
     _check_names(facts, options)
     _check_server(conn, replication)
+    _check_protocol(replication, options)
     system = identify(replication)
     _check_system(facts, system, _database_oid(conn))
     _check_timeline(facts, system, journal_end, replication)
@@ -132,6 +133,15 @@ def _check_server(conn: Connection, replication: PGconn) -> None:
         raise SourceUnavailable(
             "the server is a standby, which cannot be captured",
             hint="name the primary in the uri, or all servers with ?target_session_attrs=read-write",
+        )
+
+
+def _check_protocol(replication: PGconn, options: PostgresOptions) -> None:
+    newest = newest_protocol(replication.server_version)
+    if options.protocol > newest:
+        raise SourceHalted(
+            f"Postgres {replication.server_version // 10000} has no version {options.protocol} of pgoutput's protocol",
+            hint=f"set protocol of the source to {newest} or less",
         )
 
 

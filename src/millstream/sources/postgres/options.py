@@ -146,6 +146,11 @@ class PostgresOptions(_Keys):
     types: TypeChoices = Field(
         TypeChoices(), description="What columns of the types time, timetz and interval become, if not text."
     )
+    protocol: Literal[1, 2, 3, 4] = Field(
+        1,
+        description="Version of pgoutput's protocol. From 2 on (Postgres 14; 3 needs 15, 4 needs 16) the server sends "
+        "large transactions while they are open, and Millstream keeps them on its own disk until they commit.",
+    )
     failover: bool = Field(
         False, description="Create the slot so that it is synchronised to standbys. Needs Postgres 17."
     )
@@ -175,7 +180,7 @@ class PostgresOptions(_Keys):
         return self.publication, self.insert_publication
 
     def plugin_options(self, server_version: int) -> dict[str, str]:
-        """What START_REPLICATION tells pgoutput. `server_version` as libpq counts it: 160010."""
+        """What pgoutput is told when it is read in bulk. `server_version` as libpq counts it: 160010."""
         chosen = {
             "proto_version": "1",
             "publication_names": ",".join(f'"{name}"' for name in self.publications),
@@ -187,6 +192,13 @@ class PostgresOptions(_Keys):
             chosen["binary"] = "true"
         return chosen
 
+    def stream_options(self, server_version: int) -> dict[str, str]:
+        """The same for a stream: the rows that come of it are those of protocol 1, whatever the protocol."""
+        chosen = self.plugin_options(server_version)
+        if self.protocol > 1:
+            chosen |= {"proto_version": str(self.protocol), "streaming": "parallel" if self.protocol > 3 else "on"}
+        return chosen
+
     @model_validator(mode="after")
     def _ask_before_pushing(self) -> Self:
         if (self.columns or self.rows) and not self.push:
@@ -196,6 +208,11 @@ class PostgresOptions(_Keys):
                 "add push: true to ask for it",
             )
         return self
+
+
+def newest_protocol(server_version: int) -> int:
+    """The newest version of pgoutput's protocol that a server has."""
+    return 4 if server_version >= 160000 else 3 if server_version >= 150000 else 2
 
 
 def default_name(source: str) -> str:

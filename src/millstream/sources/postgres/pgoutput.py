@@ -1,4 +1,4 @@
-"""The messages of Postgres' output plugin `pgoutput` (protocol version 1), framed by array.
+"""The messages of Postgres' output plugin `pgoutput` (protocol versions 1 to 4), framed by array.
 
 A replication connection hands over CopyData messages one by one: `w` carries one pgoutput message
 behind a header of 25 bytes (position, end of log, clock), `k` is a keepalive. A binary COPY of the
@@ -37,6 +37,10 @@ UPDATE: Final = ord("U")
 DELETE: Final = ord("D")
 TRUNCATE: Final = ord("T")
 MESSAGE: Final = ord("M")
+STREAM_START: Final = ord("S")
+STREAM_STOP: Final = ord("E")
+STREAM_COMMIT: Final = ord("c")
+STREAM_ABORT: Final = ord("A")
 KEEPALIVE: Final = ord("k")
 DATA: Final = ord("w")
 
@@ -51,6 +55,10 @@ _STATUS = struct.Struct(">cqqqqB")
 _RELATION_TAIL = struct.Struct(">ch")
 _COLUMN_TAIL = struct.Struct(">Ii")
 _TRUNCATE = struct.Struct(">cIB")
+_STREAM_START = struct.Struct(">cIB")
+_STREAM_COMMIT = struct.Struct(">cIBqqq")
+_STREAM_ABORT = struct.Struct(">cII")
+_XID_BYTES = 4
 _HEARTBEAT = HEARTBEAT_PREFIX.encode() + b"\0"
 _MESSAGE_PREFIX_AT = 10  # tag, flags, lsn
 
@@ -61,7 +69,7 @@ _ROW_HEADER: Final = 6  # count of fields, length of the first
 
 
 class ProtocolError(Exception):
-    """Bytes that are no message of pgoutput version 1, or in an order it never sends."""
+    """Bytes that are no message of pgoutput, or in an order it never sends."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,30 @@ class Frames:
     def payload(self, index: int) -> bytes:
         """One message, from its tag to its end."""
         return self.raw[self.at[index] : self.end[index]]
+
+    def part(self, begin: int, end: int) -> Frames:
+        """Some of the messages, over the same buffer."""
+        return Frames(self.raw, self.at[begin:end], self.end[begin:end], self.tag[begin:end], self.clock)
+
+    def position(self, index: int) -> int:
+        """The place in the log that a message of a stream carries in front of it."""
+        return int(self.int64(self.at[index : index + 1] - HEADER + 1)[0])
+
+    def without_xid(self, which: npt.NDArray[np.bool_]) -> tuple[Frames, Ints]:
+        """The messages as they are outside of a streamed transaction, and the subtransaction of each of `which`.
+
+        These have a number behind their tag: the tag moves up to its last byte.
+        """
+        if np.any((self.end - self.at)[which] <= _XID_BYTES):
+            raise ProtocolError("the server sent a message of a streamed transaction that is too short")
+        xid = np.zeros(len(self), dtype=np.int64)
+        xid[which] = self.uint32(self.at[which] + 1)
+        # Only their own bytes: blocks may be short, and many in a run.
+        begin, end = int(self.at[0]), int(self.end[-1])
+        octets, at = self.octets[begin:end].copy(), self.at - begin
+        octets[at[which] + _XID_BYTES] = octets[at[which]]
+        at = np.where(which, at + _XID_BYTES, at)
+        return Frames(octets.tobytes(), at, self.end - begin, self.tag, self.clock), xid
 
     def sent_at(self, indexes: Ints) -> Ints:
         """When the server sent these messages, in its own microseconds."""
@@ -177,6 +209,46 @@ def parse_keepalive(payload: bytes) -> Keepalive:
     except struct.error:
         raise ProtocolError("the server sent a keepalive of the wrong length") from None
     return Keepalive(wal_end, bool(reply))
+
+
+@dataclass(frozen=True)
+class StreamCommit:
+    """The end of a streamed transaction: what Begin and Commit say of an unstreamed one. The time is Postgres' own."""
+
+    xid: int
+    commit_position: int
+    resume_position: int
+    commit_ts: int
+
+
+def parse_stream_start(payload: bytes) -> tuple[int, bool]:
+    """Which transaction a block is of, and whether it is its first."""
+    try:
+        _, xid, first = _STREAM_START.unpack(payload)
+    except struct.error:
+        raise ProtocolError("the server sent a stream start of the wrong length") from None
+    return xid, bool(first)
+
+
+def parse_stream_commit(payload: bytes) -> StreamCommit:
+    """The commit of a streamed transaction."""
+    try:
+        _, xid, _, commit, end, ts = _STREAM_COMMIT.unpack(payload)
+    except struct.error:
+        raise ProtocolError("the server sent a stream commit of the wrong length") from None
+    return StreamCommit(xid, commit, end, ts)
+
+
+def parse_stream_abort(payload: bytes) -> tuple[int, int]:
+    """The transaction and its subtransaction that was aborted; both are the same where it was all of it.
+
+    Protocol 4 adds where and when; nobody needs it who keeps changes until they are committed.
+    """
+    try:
+        _, xid, subtransaction = _STREAM_ABORT.unpack_from(payload)
+    except struct.error:
+        raise ProtocolError("the server sent a stream abort of the wrong length") from None
+    return xid, subtransaction
 
 
 def status_update(*, written: int, flushed: int, unix_us: int) -> bytes:

@@ -84,6 +84,7 @@ class Reading:
         self._status_seconds = status_seconds
         self._tell = tell
         self._plugin = options.plugin_options(stream.server_version)
+        self._plugin_streaming = options.stream_options(stream.server_version)
         self._replication: Replication | None = None
         self._bulk: BulkReader | None = None
         self._mover: SlotMover | None = None
@@ -117,7 +118,7 @@ class Reading:
         """The mode, how far behind it is, and why bulk reading is not used though it may be wanted."""
         return {
             "mode": self._mode,
-            "behind_bytes": max(0, log_end - self._assembler.received),
+            "behind_bytes": max(0, log_end - self._assembler.reached),
             "bulk_refused": self._refused,
         }
 
@@ -146,7 +147,7 @@ class Reading:
         deadline = time.monotonic() + HANDOVER_SECONDS
         while True:
             try:
-                replication.start(self._options.slot, position, self._plugin)
+                replication.start(self._options.slot, position, self._plugin_streaming)
                 return
             except SlotBusy as busy:
                 if time.monotonic() >= deadline:
@@ -159,7 +160,7 @@ class Reading:
         if self._options.catch_up == "streaming" or now < self._retry_at or now - self._looked_at < LOOK_SECONDS:
             return False
         self._looked_at = now
-        return self._log_end() - self._assembler.received >= self._options.catch_up_behind
+        return self._log_end() - self._assembler.reached >= self._options.catch_up_behind
 
     # -- bulk --------------------------------------------------------------------------------
 

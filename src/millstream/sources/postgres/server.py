@@ -212,6 +212,8 @@ def _needs(server: Server, options: PostgresOptions) -> Iterator[Finding]:
         (options.push and bool(options.columns or options.rows), 15, "`columns` and `rows`"),
         (options.origin == "none", 16, "`origin: none`"),
         (options.failover, 17, "`failover`"),
+        (options.protocol == 3, 15, "`protocol: 3`"),
+        (options.protocol == 4, 16, "`protocol: 4`"),
     ):
         if wanted and server.version < least * 10000:
             yield Finding("options", Severity.ERROR, f"{name} needs Postgres {least}", f"remove {name} from the source")

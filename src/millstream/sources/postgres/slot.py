@@ -42,6 +42,7 @@ class SlotInfo:
     plugin: str | None
     database: str | None
     temporary: bool
+    two_phase: bool
     active_pid: int | None
     wal_status: str | None
     """reserved, extended, unreserved (about to be lost), lost."""
@@ -129,7 +130,7 @@ def slot_info(conn: Connection, slot: str) -> SlotInfo | None:
     else:
         invalidation = "NULL"
     query = f"""
-        SELECT s.slot_name, s.plugin, s.database, s.temporary, s.active_pid, s.wal_status, s.safe_wal_size,
+        SELECT s.slot_name, s.plugin, s.database, s.temporary, s.two_phase, s.active_pid, s.wal_status, s.safe_wal_size,
             {invalidation}, (s.restart_lsn - '0/0')::int8, (s.confirmed_flush_lsn - '0/0')::int8,
             CASE WHEN NOT pg_is_in_recovery() THEN (pg_current_wal_lsn() - s.restart_lsn)::int8 END,
             age(s.catalog_xmin), t.spill_bytes, t.spill_txns
@@ -148,6 +149,11 @@ def slot_problem(info: SlotInfo, database: str) -> str | None:
         return f"slot {info.name} belongs to the database {info.database}, not to {database}"
     if info.temporary:
         return f"slot {info.name} is temporary"
+    if info.two_phase:
+        return (
+            f"slot {info.name} was made with two_phase: it sends transactions when they are prepared, and Millstream "
+            "takes them when they commit"
+        )
     if info.wal_status == "lost":
         return f"slot {info.name} has lost log that we need ({info.invalidation or 'max_slot_wal_keep_size'})"
     if info.invalidation is not None:

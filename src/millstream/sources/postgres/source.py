@@ -35,6 +35,7 @@ from millstream.sources.postgres.reading import Reading
 from millstream.sources.postgres.session import Session
 from millstream.sources.postgres.slot import ensure_slot, lock_source, release_source, slot_info
 from millstream.sources.postgres.spool import Spool
+from millstream.sources.postgres.streamed import StreamedAssembler
 from millstream.sources.postgres.wire import check_wire
 
 WATCH_SECONDS: Final = 60.0
@@ -121,7 +122,8 @@ class PostgresSource:
             check_wire(described, self._options.wire, control.info.server_version)
             return register(described)
 
-        assembler = Assembler(start, describe, Spool(self._work))
+        kind = Assembler if self._options.protocol == 1 else StreamedAssembler
+        assembler = kind(start, describe, Spool(self._work))
         self._reading = reading = Reading(
             self._options,
             assembler,

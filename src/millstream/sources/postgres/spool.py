@@ -24,13 +24,14 @@ from millstream.sources.base import CAPTURED
 class Spool:
     """Record batches of one transaction, in order. Not for threads."""
 
-    def __init__(self, directory: Path | None) -> None:
+    def __init__(self, directory: Path | None, schema: pa.Schema = CAPTURED, *, clear: bool = True) -> None:
         """Use `directory`, made if missing; whatever a killed process left in it is removed.
 
         None stands for the system's directory for temporary files.
         """
         self._directory = directory
-        if directory is not None:
+        self._schema = schema
+        if directory is not None and clear:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             for left in directory.iterdir():
                 left.unlink()
@@ -38,12 +39,16 @@ class Spool:
         self._writer: pa.ipc.RecordBatchStreamWriter | None = None
         self.batches = 0
 
+    def another(self, schema: pa.Schema) -> Spool:
+        """An empty one beside it, for batches of this schema."""
+        return Spool(self._directory, schema, clear=False)
+
     def write(self, batch: pa.RecordBatch) -> None:
         """Append one batch. Raises JournalFull when the disk has no room."""
         try:
             if self._writer is None:
                 self._file = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115 - closed by clear()
-                self._writer = pa.ipc.new_stream(pa.PythonFile(self._file, mode="w"), CAPTURED)
+                self._writer = pa.ipc.new_stream(pa.PythonFile(self._file, mode="w"), self._schema)
             self._writer.write_batch(batch)
         except OSError as failed:
             raise _full_or(failed) from failed
