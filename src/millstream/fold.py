@@ -89,15 +89,25 @@ class _Log:
         self.unchanged = self._every("_ms_unchanged")
         self.special = [dict(entries) for entries in self._every(_SPECIAL)]
         self.has_before = [there for part in self._parts for there in _has_before(part)]
-        self.order = sorted(range(self.size), key=self.seq.__getitem__)
+        self.position = self._every("_ms_position")
+        self.order = sorted(range(self.size), key=self._place)
         for earlier, later in zip(self.order, self.order[1:], strict=False):
-            # The rows of a baseline all have the version of the moment in which they were read.
-            if self.seq[earlier] == self.seq[later] and not self.op[earlier] == self.op[later] == "r":
+            if self.seq[earlier] == self.seq[later] and not self._is_copied(earlier, later):
                 raise Inconsistent(f"seq {self.seq[later]} is there twice")
         newest = self._newest()
         self.columns = [name for name in newest.names if name not in METADATA]
         self._values = {name: self._both(name, newest.field(name).type) for name in self.columns}
         self._sent: dict[str, list[bool]] = {}
+
+    def _place(self, change: int) -> tuple[int, str, bool]:
+        """Rows that were read come after the change of their seq, and those of a table's copy after its truncate."""
+        return self.seq[change], self.position[change], self.op[change] != "t"
+
+    def _is_copied(self, earlier: int, later: int) -> bool:
+        """Whether two of the same seq can be: what was read has the version of the moment in which that was done."""
+        if self.op[later] == "r":
+            return True
+        return bool(self.op[later] == "t" and self.position[earlier] < self.position[later])
 
     def values(self, column: str) -> pa.ChunkedArray:
         """A column's values by place: all new rows, then all old rows."""
@@ -184,11 +194,10 @@ def _living(log: _Log, key: Key) -> list[Row]:
     names = key or log.columns
     keys = log.keys(names)
     living: dict[Key, list[Row]] = {}
-    for change in log.order:
+    # What a truncate has removed says nothing, and need not be whole: a table may join with its rows on the way.
+    last = max((number for number, change in enumerate(log.order) if log.op[change] == "t"), default=-1)
+    for change in log.order[last + 1 :]:
         op = log.op[change]
-        if op == "t":
-            living.clear()
-            continue
         if not key and op in "ud" and not log.has_before[change]:
             raise Inconsistent(f"seq {log.seq[change]} does not say which row it changes, and the table has no key")
         old_key = keys[log.size + change if log.has_before[change] else change]

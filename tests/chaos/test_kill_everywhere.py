@@ -64,6 +64,8 @@ ELSEWHERE = {
         ),
         "tests/unit/test_replay_kills.py",
     ),
+    # Nor for a copy of a table.
+    **{name: "tests/integration/test_reload_kills.py" for name in failpoints() if name.startswith("reload.")},
     # Nobody plants differences in what the chaos stream delivers.
     **dict.fromkeys(
         ("repair.written", "repair.committed", "repair.table_committed"), "tests/integration/test_verify_forms.py"

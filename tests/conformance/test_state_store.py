@@ -278,6 +278,13 @@ def test_notes_of_a_target_are_kept_by_their_kind_until_the_next_one(store: Stat
     assert store.notes("bank", "snapshot") == {"log": {"id": "3"}}
 
 
+def test_what_comes_beside_batches_is_added_to_the_totals(store: StateStore) -> None:
+    store.save_cursor(cursor(4), [Tally("public.orders", 3, 30, 4)])
+    store.add_totals("shop", "log", [Tally("public.orders", 2, 20, 3), Tally("public.items", 1, 10, 3)])
+    found = {total.table: (total.events, total.bytes, total.last_seq) for total in store.totals("shop")}
+    assert found == {"public.orders": (5, 50, 4), "public.items": (1, 10, 3)}
+
+
 def test_a_request_is_answered_or_withdrawn_never_both(store: StateStore) -> None:
     first, second = store.submit("pause", {"name": "shop"}), store.submit("delete", {"name": "bank"})
     assert [(one.id, one.verb, one.arguments) for one in store.pending()] == [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,16 @@ pytestmark = pytest.mark.postgres
 class Deliveries:
     """A delivering process that is started again and again; the source changes in between."""
 
-    def __init__(self, root: Path, capture: Captured, kind: str, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        capture: Captured,
+        kind: str,
+        options: dict[str, Any],
+        process: Callable[..., int | None] = deliver,
+    ) -> None:
         self._root = root
+        self._process = process
         self._capture = capture
         self._order = (str(root), kind, options, capture.database.uri, capture.database.name)
         self._last = 1000
@@ -43,7 +52,7 @@ class Deliveries:
         environment = {"MILLSTREAM_FAILPOINT": ",".join(armed), "MILLSTREAM_FAILPOINT_STATE": str(state)}
         for _ in range(len(armed) + 1):
             self.change()
-            done = run(deliver, *self._order, environment=environment)
+            done = run(self._process, *self._order, environment=environment)
             if done.code == 0:
                 break
             assert done.code == -signal.SIGKILL, done.stderr

@@ -41,6 +41,28 @@ def test_a_truncate_removes_what_is_older() -> None:
     assert rows(fold([log(changes)], ["id"])) == [(2, "b", 2)]
 
 
+def copied(rows_read: Sequence[tuple[str, str, str]], seq: int, position: int) -> list[pa.RecordBatch]:
+    """A table that came anew: a truncate, then rows that were read, all with one version."""
+    said = log([truncate(), *(insert(*row) for row in rows_read)], 1)
+    op = pa.array(["t", *("r" for _ in rows_read)])
+    same = {
+        "_ms_op": op,
+        "_ms_seq": pa.array([seq] * len(op)),
+        "_ms_position": pa.array([f"00000000/{position:08X}"] * len(op)),
+    }
+    made = pa.table({name: same.get(name, said[name]) for name in said.schema.names}, schema=said.schema)
+    return [batch for part in (made.slice(1), made.slice(0, 1)) for batch in part.to_batches()]
+
+
+def test_a_table_that_came_anew_is_what_its_copy_and_later_changes_say() -> None:
+    before = [update(["1", ..., "0"]), insert("2", "vanished", "2"), insert("3", "c", "3")]
+    after = [update(["1", ..., "9"]), insert("4", "d", "4")]
+    changes = [log(after, 4), *copied([("1", "a", "1"), ("3", "c", "3")], 3, 900), log(before, 1)]
+    assert rows(fold(changes, ["id"])) == [(1, "a", 9), (3, "c", 3), (4, "d", 4)]
+    twice = [log(before, 1), *copied([("3", "c", "3")], 3, 900), *copied([("1", "a", "1")], 3, 901)]
+    assert rows(fold(twice, ["id"])) == [(1, "a", 1)], "of two copies at one seq the later one counts"
+
+
 def test_an_unchanged_value_comes_from_whoever_wrote_it() -> None:
     changes = [insert("1", "LARGE", "1"), update(["1", ..., "2"]), update(["1", ..., "3"])]
     assert rows(fold([log(changes)], ["id"])) == [(1, "LARGE", 3)]

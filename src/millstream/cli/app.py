@@ -19,6 +19,7 @@ from millstream.cli.dlq import dlq
 from millstream.cli.doctor import doctor
 from millstream.cli.journal import journal
 from millstream.cli.output import report_error
+from millstream.cli.reload import reload
 from millstream.cli.replay import replay
 from millstream.cli.run import run
 from millstream.cli.schema import schema
@@ -75,6 +76,7 @@ app.command()(status)
 app.command()(pause)
 app.command()(resume)
 app.command()(replay)
+app.command()(reload)
 app.command()(delete)
 app.add_typer(snapshot, name="snapshot")
 app.add_typer(dlq, name="dlq")

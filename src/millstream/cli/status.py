@@ -86,6 +86,7 @@ def _print_stream(stream: StreamStatus) -> None:
     _print_tables(stream)
     _print_beginnings(stream)
     _print_replays(stream)
+    _print_reloads(stream)
     _print_comparisons(stream)
     _print_troubles(stream)
 
@@ -162,6 +163,23 @@ def _print_replays(stream: StreamStatus) -> None:
             console().print(f"{what}: done")
         else:
             console().print(f"{what}: {record['state']}, {record['progress']:.0%}")
+
+
+def _print_reloads(stream: StreamStatus) -> None:
+    """Which tables are copied anew, and what became of the last ones."""
+    for target in stream.targets:
+        if target.reload is None:
+            continue
+        if not target.reload["tables"]:
+            console().print(f"  target {target.name}: reload: {target.reload['state']}")
+        for name, one in target.reload["tables"].items():
+            what = f"  target {target.name}: reload of {name}: {one['state']}"
+            if one["state"] == "failed":
+                console().print(f"{what}: {one['error']}", style="red")
+            elif one["state"] == "running":
+                console().print(f"{what}, {one['done']} of {one['chunks']} chunks, {one['rows']:,} rows")
+            else:
+                console().print(f"{what}, {one['rows']:,} rows" if one["state"] == "done" else what)
 
 
 def _print_comparisons(stream: StreamStatus) -> None:

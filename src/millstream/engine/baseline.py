@@ -40,6 +40,24 @@ class BaselineStopped(Exception):
     """The baseline was given up because the delivery shall end: nothing of it is visible."""
 
 
+def run_chunks(spark: SparkSession, plan: BaselinePlan, stopping: threading.Event, *, parallel: bool) -> BatchResult:
+    """Read the chunks of a plan in one job and hand them to its stager; `parallel`: each in a task of its own."""
+    count = len(plan.snapshot.chunks)
+    numbers = spark.range(0, count, 1, max(1, count if parallel else 1))
+    try:
+        rows = None
+        if plan.shaping is not None and plan.shaping.shape.in_spark:
+            rows = run_shaped_baseline(spark, plan)
+        if rows is None:
+            rows = numbers.mapInArrow(baseline_function(plan), RECEIPT_DDL).collect()
+    except (PySparkException, Py4JError):
+        if stopping.is_set():
+            # Not an error: the job was cancelled because we asked for it.
+            raise BaselineStopped from None
+        raise
+    return collected(rows)
+
+
 class Baseline:
     """Brings all rows of the source's tables to a target that has nothing. Runs on the delivery's thread."""
 
@@ -133,21 +151,7 @@ class Baseline:
             return self._letters.deliver(plan, self._try)
 
     def _try(self, plan: BaselinePlan) -> BatchResult:
-        count = len(plan.snapshot.chunks)
-        tasks = count if self._target.capabilities.parallel else 1
-        numbers = self._spark.range(0, count, 1, max(1, tasks))
-        try:
-            rows = None
-            if plan.shaping is not None and plan.shaping.shape.in_spark:
-                rows = run_shaped_baseline(self._spark, plan)
-            if rows is None:
-                rows = numbers.mapInArrow(baseline_function(plan), RECEIPT_DDL).collect()
-        except (PySparkException, Py4JError):
-            if self._stopping.is_set():
-                # Not an error: the job was cancelled because we asked for it.
-                raise BaselineStopped from None
-            raise
-        return collected(rows)
+        return run_chunks(self._spark, plan, self._stopping, parallel=self._target.capabilities.parallel)
 
     def _say(self, done: int, found: SnapshotPlan, seconds: float) -> None:
         count = len(found.chunks)

@@ -26,11 +26,12 @@ from millstream.engine.delivery_errors import check_spark, is_transient, kind_of
 from millstream.engine.gate import GATE_SECONDS, AtGate, Gate
 from millstream.engine.letters import LetterBox
 from millstream.engine.opening import Opened, Opening, from_micros
+from millstream.engine.reloading import Reloading
 from millstream.engine.replaying import Replaying, ReplayStopped
 from millstream.engine.startup import Startup
 from millstream.engine.turns import Turns
 from millstream.engine.uncaptured import NoJournal
-from millstream.errors import JournalError, JournalMismatch, MillstreamError, OutOfRange
+from millstream.errors import JournalError, MillstreamError, OutOfRange
 from millstream.failpoint import failpoint
 from millstream.model import Cursor, Json, Mode, SeqRange, StreamSpec, StreamState, TargetSpec
 from millstream.observe import Event, Level, Observer
@@ -111,6 +112,8 @@ class DeliveryQuery:
         self._gated = False
         self._replaying = Replaying(stream, target_spec, target, store, self._emit)
         self._turns = Turns()
+        self._reloading = Reloading(stream, target_spec, target, store, self._opening, self._turns, self._emit)
+        self._reloads = False
         self.stopping = threading.Event()
         """Set once `stop` was asked for; a batch that waits then gives up."""
         self._settled = threading.Event()
@@ -175,6 +178,7 @@ class DeliveryQuery:
     def stop(self, *, drain: bool = True, timeout: float = 30.0) -> None:
         """End the query; returns when it has ended. With `drain` a running batch gets `timeout` seconds to finish."""
         self.stopping.set()
+        self._reloading.end()
         if drain:
             with self._idle:
                 self._idle.wait_for(lambda: not self._in_batch, timeout)
@@ -221,8 +225,11 @@ class DeliveryQuery:
                 raise
             return self._pause(backoff, failed)
         failure = query.wait()
-        if self.stopping.is_set() or (self._once and failure is None):
+        self._reloading.stop()
+        if self.stopping.is_set():
             return False
+        if self._once and failure is None:
+            return self._reloads
         if self._fatal is not None:
             raise self._fatal
         if self._gated:
@@ -261,18 +268,34 @@ class DeliveryQuery:
             )
         self._replay(opened)
         self._await_gate(opened)
+        # Beside a comparison with the source nothing is copied: the target is brought to a position, and no further.
+        self._reloads = self._until is None and self._reloading.due() is not None
+        if self._reloads:
+            self._opened = self._reloading.remembering(opened)
         self._parallel = cores_of(self._spark) if self._target.capabilities.parallel else 1
         options = SliceOptions(
             opened.plan.locations, opened.start_seq, self._spec.limits, self._parallel, ready="", until=self._until
         )
         name = f"{self._stream.name}/{self._spec.name}"
-        query = SliceQuery(self._spark, name, options, opened.checkpoint, self._on_batch, once=self._once)
+        # A run with an end comes to it when the copies have.
+        once = self._once and not self._reloads
+        query = SliceQuery(self._spark, name, options, opened.checkpoint, self._on_batch, once=once)
         self._query = query
         query.start()
+        if self._reloads:
+            self._start_reload(query, opened)
         if not self.stopping.is_set():
             self.state = StreamState.RUNNING
         self._settled.set()
         return query
+
+    def _start_reload(self, query: SliceQuery, opened: Opened) -> None:
+        """Copy tables beside the query. Afterwards batches go on as ever; a run with an end begins its last query."""
+
+        def settled() -> None:
+            self._opened = opened
+
+        self._reloading.start(self._spark, opened, settled, query.stop if self._once else lambda: None)
 
     def _await_gate(self, opened: Opened) -> None:
         """Wait while the next change has a schema that somebody must approve. Raises SchemaGated where none waits."""
@@ -401,7 +424,7 @@ class DeliveryQuery:
         backoff = Backoff()
         while True:
             try:
-                if self._is_delivered(span):
+                if self._opening.is_delivered(self._current(), span):
                     self._catch_up(span)
                 else:
                     self._try(span)
@@ -421,21 +444,6 @@ class DeliveryQuery:
             fields = {"failures": backoff.attempts}
             self._emit("delivery.recovered", f"delivers again, up to seq {span.end}", Level.INFO, fields)
         self._retrying = None
-
-    def _is_delivered(self, span: SeqRange) -> bool:
-        """Whether the batch is behind the cursor already. Raises if it does not start at the cursor."""
-        opened = self._current()
-        seq = self._opening.delivered_seq(opened)
-        if span.end <= seq:
-            return True
-        if span.start > seq:
-            raise JournalMismatch(
-                f"the next batch starts after seq {span.start}, but the target has only seq {seq}: rows would be lost",
-                hint="the target or the state store was replaced while the stream ran; restart the stream",
-            )
-        if span.start < seq:
-            raise CheckpointUnusable(f"a batch from {span.start} to {span.end} lies across the cursor at {seq}")
-        return False
 
     def _catch_up(self, span: SeqRange) -> None:
         """Save the cursor of a batch that was published by a try, or a process, that came no further."""

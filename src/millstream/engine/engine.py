@@ -19,6 +19,7 @@ from millstream.engine.faults import FaultLog
 from millstream.engine.home import Home
 from millstream.engine.operations import Operations
 from millstream.engine.redelivery import Outcome
+from millstream.engine.reload import AskedTables
 from millstream.engine.replay import Asked, Place
 from millstream.engine.requests import RequestDesk, as_arguments, ask, unpacked, verify_order
 from millstream.engine.status import StreamStatus, home_status
@@ -220,6 +221,19 @@ class Engine(EngineSnapshots):
             self._ask("replay", {"name": name, "asked": asked.to_json(), "target": target})
 
     # Beyond it
+
+    def reload(self, name: str, target: str | None = None, *, tables: Sequence[str] = ()) -> None:
+        """Copy tables of the source anew to a target, or to each of them, while changes go on coming to all tables.
+
+        `tables` are names as `schema.table`; none means all. Mirrors end equal to the source: rows that it does not
+        have go. Changelogs get a truncate and then all rows. Returns when it is written down: status tells how far it
+        is. Raises NotReady for a target that has nothing yet or has lost changes, NotSupported and ConfigError.
+        """
+        asked = AskedTables(tuple(tables))
+        if self.is_running:
+            self._do(lambda operations: operations.reload(name, asked, target))
+        else:
+            self._ask("reload", {"name": name, "asked": asked.to_json(), "target": target})
 
     def verify(
         self, name: str, target: str | None = None, *, tables: Sequence[str] = (), repair: bool = False

@@ -20,6 +20,7 @@ from millstream.journal.format import Header, Slice
 from millstream.model import Cursor, Relation, SeqRange
 from millstream.spark.changes import Shaped
 from millstream.spark.probe import Needed
+from millstream.spark.query import CheckpointUnusable
 from millstream.spark.rows import MESSAGES, described
 from millstream.spark.stage import StagePlan
 from millstream.spark.tables import OwnTables, share
@@ -141,6 +142,21 @@ class Opening:
         now = {oid: _columns(relations[number]) for oid, (_, number) in last.items()}
         return frozenset(number for number, one in relations.items() if now.get(one.oid) == _columns(one))
 
+    def seq_at(self, position: int) -> int | None:
+        """The last change that a snapshot at this position has; None while the journal is not there yet."""
+        head = self._journal.head()
+        return None if head is None or head.covered < position else self._journal.seq_at_position(position)
+
+    def columns_changed(self, relation: Relation, span: SeqRange) -> bool:
+        """Whether changes of this range have the relation's table with other columns than it says."""
+        known = self._journal.relations()
+        pieces = self._journal.slices(span) if span.start < span.end else ()
+        found = {known[piece.relation] for piece in pieces if piece.relation in known}
+        mine = [one for one in found if one.oid == relation.oid]
+        # What the catalog could not complete can only be held against the log's own words.
+        told = [(one, _columns if one.enriched else _sent) for one in mine]
+        return any(said(one) != said(relation) for one, said in told)
+
     def batch_end(self, start: int, max_events: int, max_bytes: int) -> int | None:
         """Where a batch that starts there ends; None when the journal has nothing after it."""
         planned = self._journal.plan_end(start, max_events=max_events, max_bytes=max_bytes)
@@ -199,6 +215,20 @@ class Opening:
         """The truth: how far the target is."""
         own = self._target.cursor() if self._target.capabilities.keeps_cursor else self._saved()
         return opened.seq if own is None or own.journal_id != opened.header.journal_id else own.seq
+
+    def is_delivered(self, opened: Opened, span: SeqRange) -> bool:
+        """Whether a batch is behind the cursor already. Raises if it does not start at the cursor."""
+        seq = self.delivered_seq(opened)
+        if span.end <= seq:
+            return True
+        if span.start > seq:
+            raise JournalMismatch(
+                f"the next batch starts after seq {span.start}, but the target has only seq {seq}: rows would be lost",
+                hint="the target or the state store was replaced while the stream ran; restart the stream",
+            )
+        if span.start < seq:
+            raise CheckpointUnusable(f"a batch from {span.start} to {span.end} lies across the cursor at {seq}")
+        return False
 
     def probe(self, opened: Opened) -> None:
         """Plan the next batch here, to learn from the journal itself what Spark's planning process ran into."""
@@ -357,6 +387,11 @@ def _columns(relation: Relation) -> tuple[object, ...]:
     """What must be the same of two descriptions for a row under one to be a row under the other."""
     columns = ((column.name, column.attnum, column.type_oid, column.type_mod) for column in relation.columns)
     return relation.schema, relation.name, relation.identity, relation.key, *columns
+
+
+def _sent(relation: Relation) -> tuple[object, ...]:
+    """The same as far as the log itself tells it."""
+    return tuple((column.name, column.type_oid, column.type_mod) for column in relation.columns)
 
 
 def from_micros(micros: int) -> datetime:

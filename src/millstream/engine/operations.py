@@ -18,6 +18,7 @@ from millstream.engine.deletion import Deletion
 from millstream.engine.fit import open_target
 from millstream.engine.home import Home
 from millstream.engine.redelivery import Outcome, Redelivery
+from millstream.engine.reload import AskedTables, Reload, ask_for_added
 from millstream.engine.replay import Asked, Replay
 from millstream.engine.status import unknown_stream
 from millstream.errors import ConfigError, MillstreamError, NotReady, RequestFailed, UnknownStream
@@ -66,6 +67,8 @@ class Operations:
                     if before is None or target not in before["targets"]:
                         # Another place, perhaps: whether it can go on is seen when it is opened.
                         self._store.set_needs_reload(stream.name, target["name"], None)
+                if before is not None:
+                    ask_for_added(self._store, stream, before)
                 self._store.put_stream(stream.name, described)
                 failpoint("engine.stream_saved")
                 done = "created" if before is None else "replaced"
@@ -151,6 +154,30 @@ class Operations:
         """A stream that is not being deleted. Raises UnknownStream, also for a target that it does not have."""
         self._targets(name, target)
         return self._spec(name)
+
+    def reload(self, name: str, asked: AskedTables, target: str | None = None) -> None:
+        """Have targets get tables anew while changes go on coming. A paused one gets them when it goes on.
+
+        Raises NotSupported, NotReady and ConfigError before anything is changed.
+        """
+        targets = self._targets(name, target)
+        reload = Reload(self._store, self._spec(name), targets, asked)
+        reload.check()
+        if self._running is not None:
+            if self._running.comparing(name):
+                raise RequestFailed(f"stream {name} is being compared with its source", hint="reload after that")
+            self._running.stop_targets(name, targets)
+        reload.run()
+        if not set(asked.names) <= {total.table for total in self._store.totals(name)}:
+            self._recapture(self._spec(name).source.name)
+        what = ", ".join(asked.names) or "every table"
+        self._tell("stream.reloading", f"{self._what(name, target)} gets {what} anew", name, target)
+
+    def _recapture(self, source: str) -> None:
+        """Start a source's capture anew: tables that were created since are captured from then on."""
+        for capture in self._running.captures if self._running is not None else ():
+            if capture.source.name == source and capture.started and capture.error is None:
+                capture.restart()
 
     def retry_letters(self, ids: Sequence[int]) -> list[Outcome]:
         """Deliver dead letters once more, each only if its row was not written since. Their targets pause for it.

@@ -19,6 +19,7 @@ from millstream.config.definition import definition, from_definition, has_secret
 from millstream.engine.faults import FaultLog
 from millstream.engine.home import Home
 from millstream.engine.operations import Operations
+from millstream.engine.reload import AskedTables
 from millstream.engine.replay import Asked
 from millstream.errors import ConfigError, HomeLocked, MillstreamError, RequestFailed
 from millstream.failpoint import failpoint
@@ -52,6 +53,8 @@ def perform(operations: Operations, verb: str, arguments: Mapping[str, Any]) -> 
         operations.replay(arguments["name"], Asked.from_json(arguments["asked"]), arguments["target"])
     elif verb == "restore":
         return operations.restore(arguments["name"], arguments["target"], arguments["asked"])
+    elif verb == "reload":
+        operations.reload(arguments["name"], AskedTables.from_json(arguments["asked"]), arguments["target"])
     elif verb == "retry_letters":
         return {"letters": [one.to_json() for one in operations.retry_letters(arguments["ids"])]}
     elif verb == "purge_letters":

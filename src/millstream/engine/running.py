@@ -143,7 +143,8 @@ class RunningStreams:
             if member is not None and member.spec != stream:
                 self.on_leaving(stream.name)
                 # A target that stays as it is goes on without a break, unless it gets other rows from now on.
-                reshaped = member.spec.shape != stream.shape
+                before = (member.spec.shape, member.spec.source.tables)
+                reshaped = before != (stream.shape, stream.source.tables)
                 changed = {one.name for one in member.spec.targets if reshaped or one not in stream.targets}
                 self._stop(member.deliveries, changed)
                 member.spec = stream

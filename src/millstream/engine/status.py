@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from millstream.engine.home import Home, Owner
 from millstream.engine.journal_status import JournalStatus, from_us
+from millstream.engine.reload import RELOAD as COPIES
 from millstream.engine.replay import DONE, REWOUND, RUNNING
 from millstream.engine.table_status import TableStatus, tables_of, together
 from millstream.errors import UnknownStream
@@ -150,6 +151,9 @@ class TargetStatus:
     """The last snapshot of its state: `id`, `seq`, `position`, `at`, or the `error` there was instead."""
     restore: Mapping[str, Any] | None = None
     """The last restore: `state` (waiting, restored, done or failed), the snapshot's `id`, `seq`, the `error`."""
+    reload: Mapping[str, Any] | None = None
+    """The last reload: `state` (waiting, running, done or failed), when it was asked for and ended, and by name its
+    `tables`, each with its `state`, `chunks` and how many are `done`, `rows`, `seq`, `tries` and `error`."""
 
 
 @dataclass(frozen=True)
@@ -410,7 +414,8 @@ def _target(
         replay=_replay(known.replays.get(name), cursor),
         startup=report.startup,
         snapshot=known.snapshots.get(name),
-        restore=_without_token(known.restores.get(name)),
+        restore=_without(known.restores.get(name), "token"),
+        reload=_without(known.copies.get(name), "all", "names", "patterns", "excluded", "resolved"),
     )
 
 
@@ -430,8 +435,9 @@ def _replay(record: Json | None, cursor: Cursor | None) -> Json | None:
     return {**record, "state": state, "progress": progress}
 
 
-def _without_token(record: Json | None) -> Json | None:
-    return None if record is None else {key: value for key, value in record.items() if key != "token"}
+def _without(record: Json | None, *hidden: str) -> Json | None:
+    """A record as people are told of it."""
+    return None if record is None else {key: value for key, value in record.items() if key not in hidden}
 
 
 def _checkpoint(cursor: Cursor | None) -> Checkpoint | None:
@@ -455,13 +461,15 @@ class _Known:
         self.reloads = store.needs_reload(stream)
         self.replays = store.replays(stream)
         self.snapshots, self.restores = (store.notes(stream, kind) for kind in (SNAPSHOT, RESTORE))
+        self.copies = store.notes(stream, COPIES)
 
     def dead_letters(self, target: str) -> int:
         return self._letters[target]
 
     def tables(self, target: str, cursor: Cursor | None, journal: JournalStatus) -> tuple[TableStatus, ...]:
         mine = [total for total in self._totals if total.target == target]
-        return tables_of(mine, cursor, self._patterns, journal, self._now, copied=self._copied)
+        copies = {name: one["state"] for name, one in self.copies.get(target, {"tables": {}})["tables"].items()}
+        return tables_of(mine, cursor, self._patterns, journal, self._now, copied=self._copied, copies=copies)
 
     def errors_last_hour(self, target: str | None = None) -> int:
         return sum(fault.at > self._since for fault in self._of(target))

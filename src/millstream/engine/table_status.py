@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -36,7 +36,8 @@ class TableStatus:
     lag_seconds: float | None = None
     """How old the oldest of them is; 0 when there is none."""
     snapshot: str | None = None
-    """With `mode: snapshot`: `done`, since a target gets all tables at once. None with every other mode."""
+    """With `mode: snapshot`: `done`, since a target gets all tables at once. Otherwise how its last copy beside the
+    changes is, if there was one: `waiting`, `running`, `done` or `failed`."""
 
 
 def tables_of(
@@ -47,13 +48,14 @@ def tables_of(
     now: datetime,
     *,
     copied: bool,
+    copies: Mapping[str, str] | None = None,
 ) -> tuple[TableStatus, ...]:
     """The tables of which a target has something, or of which something waits for it. By name."""
     waiting = {} if copied else journal.backlog(cursor, matcher(patterns))
     known = waiting is not None and not copied
-    by_name = {total.table: total for total in totals}
+    by_name, copies = {total.table: total for total in totals}, copies or {}
     found = []
-    for name in sorted({*by_name, *(waiting or {})}):
+    for name in sorted({*by_name, *(waiting or {}), *copies}):
         total, left = by_name.get(name), (waiting or {}).get(name)
         at, position = journal.place_of(total.last_seq) if total is not None else (None, None)
         oldest = journal.place_of(left.first_seq)[0] if left is not None else None
@@ -69,7 +71,7 @@ def tables_of(
                 lag_events=(left.rows if left else 0) if known else None,
                 lag_bytes=(left.bytes if left else 0) if known else None,
                 lag_seconds=(age if left else 0.0) if known else None,
-                snapshot="done" if copied else None,
+                snapshot="done" if copied else copies.get(name),
             )
         )
     return tuple(found)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from millstream.model import Relation, SourceSpec
     from millstream.observe import Event
-    from millstream.sources.base import Chunk, Finding, Snapshot, SnapshotPlan, Source
+    from millstream.sources.base import Chunk, Finding, Snapshot, SnapshotPlan, Source, Wanted
 
 KINDS = ("postgres", "scripted")
 """Every kind of source there is."""
@@ -43,11 +43,14 @@ def open_source(spec: SourceSpec, work: Path | None = None, tell: Callable[[Even
     return PostgresSource(spec, work, tell)
 
 
-def take_snapshot(spec: SourceSpec, on_wait: Callable[[str], None], *, captured: bool = True) -> Snapshot:
+def take_snapshot(
+    spec: SourceSpec, on_wait: Callable[[str], None], *, captured: bool = True, wanted: Wanted | None = None
+) -> Snapshot:
     """A snapshot of the source's tables, ready to be read. It makes nothing on the source that outlives it.
 
-    `captured`: changes will follow, so that the source must be captured already, for the same tables. `on_wait`
-    hears what is waited for, and may raise to give up. Raises as `open_source` does, and SourceError.
+    `captured`: changes will follow, so that the source must be captured already, for the same tables. `wanted`: only
+    for these of its tables. `on_wait` hears what is waited for, and may raise to give up. Raises as `open_source`
+    does, and SourceError.
     """
     _check_kind(spec)
     if spec.kind == "scripted":
@@ -56,7 +59,7 @@ def take_snapshot(spec: SourceSpec, on_wait: Callable[[str], None], *, captured:
         from millstream.sources.postgres.snapshot import HeldSnapshot
     except ImportError as missing:
         raise _without_driver(missing) from missing
-    return HeldSnapshot(spec, on_wait, captured=captured)
+    return HeldSnapshot(spec, on_wait, captured=captured, wanted=wanted)
 
 
 def preflight_copy(spec: SourceSpec) -> list[Finding]:

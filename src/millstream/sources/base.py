@@ -122,6 +122,18 @@ class SnapshotPlan:
     estimated_rows: int
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """Which of a source's tables a snapshot is for. `all`: those that are captured by now; the others are left out."""
+
+    names: frozenset[str] = frozenset()
+    """`schema.table`"""
+    patterns: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
+    """Patterns of tables that are not meant, though one of `patterns` names them."""
+    all: bool = False
+
+
 class Snapshot(Protocol):
     """The driver's side of a baseline: whoever has it keeps the snapshot alive."""
 

@@ -49,6 +49,10 @@ class BaselinePlan:
     outstanding: Outstanding | None = None
     isolate: bool = False
     """As in a `StagePlan`."""
+    first_chunk: int = 0
+    """The number of the first chunk in the snapshot, if these are not all of it: event ids are made with it."""
+    truncates: bool = False
+    """Whether a truncate comes first: a changelog gets a table anew, and all chunks are of that."""
 
 
 def chunk_staged() -> None:
@@ -158,7 +162,10 @@ class ChunkRows:
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
         for number in self._numbers:
-            yield from self._chunk(number, self._plan.snapshot.chunks[number])
+            chunk = self._plan.snapshot.chunks[number]
+            if self._plan.truncates and number == 0:
+                yield self._truncate(number)
+            yield from self._chunk(number, chunk)
         self.ended = True
 
     def receipts(self) -> Sequence[Receipt]:
@@ -171,7 +178,7 @@ class ChunkRows:
     def _chunk(self, number: int, chunk: Chunk) -> Iterator[pa.RecordBatch]:
         # The chunks of a plan are numbered, and a chunk's rows come in the order of their places: the same row has
         # the same id in every try.
-        prefix = f"{self._plan.event_prefix}-r{number}"
+        prefix = f"{self._plan.event_prefix}-r{self._plan.first_chunk + number}"
         index = 0
         for payload in _gathered(read_chunk(self._plan.source, self._plan.snapshot, chunk)):
             for raw in pieces(self._journal_rows(payload, index), CHUNK_BYTES):
@@ -181,7 +188,14 @@ class ChunkRows:
                 failpoint("snapshot.rows_decoded")
             index += len(payload)
 
-    def _journal_rows(self, payload: pa.LargeBinaryArray, index: int) -> pa.RecordBatch:
+    def _truncate(self, number: int) -> pa.RecordBatch:
+        """What says that everything older is not the table's any more."""
+        raw = self._journal_rows(pa.array([b"T"], pa.large_binary()), 0, Op.TRUNCATE)
+        self.rows += 1
+        prefix = f"{self._plan.event_prefix}-t{self._plan.first_chunk + number}"
+        return assemble(raw, self.relation, self.relation_id, prefix)
+
+    def _journal_rows(self, payload: pa.LargeBinaryArray, index: int, op: Op = Op.READ) -> pa.RecordBatch:
         """The rows in the form that the journal would have them in."""
         rows, plan = len(payload), self._plan
         taken_at = int(plan.snapshot.taken_at.timestamp() * 1_000_000)
@@ -192,7 +206,7 @@ class ChunkRows:
         columns = [
             same(plan.seq, np.int64),
             integers(np.arange(index, index + rows, dtype=np.int32)),
-            same(Op.READ, np.uint8),
+            same(op, np.uint8),
             same(plan.snapshot.position, np.int64),
             same(plan.snapshot.position, np.int64),
             same(taken_at, np.int64).view(pa.timestamp("us", "UTC")),

@@ -16,7 +16,7 @@ from millstream.spark.baseline import BaselinePlan, ChunkRows, chunk_staged, rea
 from millstream.spark.cutting import ShapedTable
 from millstream.spark.expressions import first_schema, packed_frame
 from millstream.spark.images import Binding, image_schema, noting_errors, source_columns, split
-from millstream.spark.packed import unpack
+from millstream.spark.packed import Unpacked, unpack
 from millstream.spark.shaped import ArrowFunction, binding_of, numbers, run_tables
 from millstream.spark.stage import describe, error_row, receipt_rows
 from millstream.targets.base import Attempt, Lane
@@ -100,9 +100,13 @@ def _staged(
         yield error_row(given.error)
         return
     chunks = [int(work["chunk"]) for work in given.work]
-    yield from read_chunks(plan, chunks, attempt.task_attempt, list(given.tables.values()))
     if isinstance(plan.stager, Lane):
+        # It hears of tables without a row as well: what it has of them is not in the source.
+        none = (Unpacked(one, number, scratch / "none") for number, one in relations.items())
+        ready = [given.tables.get(table.relation_id, table) for table in none]
+        yield from read_chunks(plan, chunks, attempt.task_attempt, ready)
         return
+    yield from read_chunks(plan, chunks, attempt.task_attempt)
     assert plan.stager is not None  # noqa: S101 - somebody is to get them
     for number, table in given.tables.items():
         # Another name than any chunk has: its table's alone.

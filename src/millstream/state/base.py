@@ -179,6 +179,9 @@ class StateStore(Protocol):
     def cursor_history(self, stream: str, target: str, limit: int = 100) -> list[Cursor]:
         """Newest first."""
 
+    def add_totals(self, stream: str, target: str, tallies: Sequence[Tally]) -> None:
+        """Add to a target's totals what came beside its batches."""
+
     def totals(self, stream: str | None = None) -> list[Total]:
         """What was delivered, by stream, target and table."""
 

@@ -148,17 +148,24 @@ class MemoryStateStore:
                 history.append(old)
                 del history[:-HISTORY]
             self._cursors[key] = cursor
-            for tally in tallies:
-                one = (*key, tally.table)
-                old_total = self._totals.get(one, Total(*one, 0, 0, 0))
-                events, size = old_total.events + tally.events, old_total.bytes + tally.bytes
-                self._totals[one] = Total(*one, events, size, max(old_total.last_seq, tally.last_seq))
+            self._count(*key, tallies)
             for id, letter in list(self._letters.items()):
                 if (letter.stream, letter.target) == key and letter.event_id in (superseded or {}):
                     if letter.kind == MISSING_BASE:
                         del self._letters[id]
                     else:
                         self._supersede(id, (superseded or {})[letter.event_id])
+
+    def add_totals(self, stream: str, target: str, tallies: Sequence[Tally]) -> None:
+        with self._lock:
+            self._count(stream, target, tallies)
+
+    def _count(self, stream: str, target: str, tallies: Sequence[Tally]) -> None:
+        for tally in tallies:
+            one = (stream, target, tally.table)
+            old = self._totals.get(one, Total(*one, 0, 0, 0))
+            events, size = old.events + tally.events, old.bytes + tally.bytes
+            self._totals[one] = Total(*one, events, size, max(old.last_seq, tally.last_seq))
 
     def totals(self, stream: str | None = None) -> list[Total]:
         with self._lock:

@@ -197,11 +197,7 @@ class SqliteStateStore(SqliteLetters):
                     cursor.updated_at.isoformat(),
                 ),
             )
-            db.executemany(
-                "insert into totals values (?, ?, ?, ?, ?, ?) on conflict do update set events = events + "
-                "excluded.events, bytes = bytes + excluded.bytes, last_seq = max(last_seq, excluded.last_seq)",
-                [(*key, one.table, one.events, one.bytes, one.last_seq) for one in tallies],
-            )
+            _add_totals(db, *key, tallies)
             supersede(db, *key, superseded or {})
         failpoint("state.cursor_saved")
 
@@ -216,6 +212,10 @@ class SqliteStateStore(SqliteLetters):
     def cursor_history(self, stream: str, target: str, limit: int = 100) -> list[Cursor]:
         sql = f"select {_CURSOR} from cursor_history where stream = ? and target = ? order by id desc limit ?"
         return [_cursor(row) for row in self._read(sql, (stream, target, limit))]
+
+    def add_totals(self, stream: str, target: str, tallies: Sequence[Tally]) -> None:
+        with self._write("add to the totals") as db:
+            _add_totals(db, stream, target, tallies)
 
     def totals(self, stream: str | None = None) -> list[Total]:
         sql = "select stream, target, tab, events, bytes, last_seq from totals where ?1 is null or stream = ?1"
@@ -444,3 +444,11 @@ def _request(row: Sequence[Any]) -> Request:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat()
+
+
+def _add_totals(db: sqlite3.Connection, stream: str, target: str, tallies: Sequence[Tally]) -> None:
+    db.executemany(
+        "insert into totals values (?, ?, ?, ?, ?, ?) on conflict do update set events = events + "
+        "excluded.events, bytes = bytes + excluded.bytes, last_seq = max(last_seq, excluded.last_seq)",
+        [(stream, target, one.table, one.events, one.bytes, one.last_seq) for one in tallies],
+    )

@@ -241,6 +241,58 @@ class Replayable(Protocol):
         """Forget what is remembered only while a replay runs. Before its first batch and after its last one."""
 
 
+@dataclass(frozen=True)
+class ReloadStep:
+    """A part of copying one table anew. All rows of it have the version `seq`, which the target has reached."""
+
+    mark: int
+    """Unique for each try to copy the table."""
+    seq: int
+    position: int
+    """The source's position at which the rows were read."""
+    first: bool
+    last: bool
+
+
+@runtime_checkable
+class Reloadable(Protocol):
+    """A target whose tables can be copied anew, one by one, while changes go on coming to all of them.
+
+    A changelog gets a truncate and then all rows of the table, in one step, both with the version at which they were
+    read: whoever goes by versions finds them after every older change and before every newer one.
+
+    A mirror gets rows, and has those that it does not have in a newer version, and that no newer change has removed.
+    After the last step what has an older version is gone: so the table equals the source's, whatever it was before.
+    With a key it takes several steps, and batches of changes between them; without one all rows come in one step.
+    Begun again with a new mark and a version that is not lower, it ends the same, however far it was before.
+    """
+
+    @property
+    def mirrors(self) -> bool: ...
+
+    @property
+    def reloads(self) -> bool:
+        """False where what was can not be brought together with a copy: a history of versions."""
+
+    def remembering(self) -> Stager | Lane:
+        """The executor side for batches while tables are copied: what they remove is remembered until `settle_reload`.
+
+        To be used for every batch from before the snapshot is taken on.
+        """
+
+    def reloader(self, step: ReloadStep) -> Stager | Lane:
+        """The executor side for the rows of a step, for the open context.
+
+        A step that comes again changes nothing more. Raises TargetRefused when another run has taken over.
+        """
+
+    def publish_reload(self, step: ReloadStep, receipts: Sequence[Receipt]) -> None:
+        """Make a step visible; idempotent. A lane has written it already."""
+
+    def settle_reload(self) -> None:
+        """Forget what is remembered only while tables are copied. Before the snapshot, and after the last table."""
+
+
 @runtime_checkable
 class Rejecting(Protocol):
     """A target that can tell which rows it cannot take, so that they hold up nobody else. Its stager is a `Lane`."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +38,7 @@ from millstream.targets.base import (
     LaneBatch,
     Reader,
     Receipt,
+    ReloadStep,
     TargetContext,
     TargetCursor,
 )
@@ -47,6 +48,7 @@ from millstream.targets.deltas.forms import Form, Write, form_of, logged
 from millstream.targets.deltas.history import CURRENT
 from millstream.targets.deltas.marks import forget_baselines
 from millstream.targets.deltas.reading import LIVING, MirrorReader
+from millstream.targets.deltas.reloading import copy_mirror, log_copy, remember_removed
 from millstream.targets.deltas.replaying import Tombstones, check_versions, restore_runs, write_marked
 from millstream.targets.deltas.spool import Spooled, spool
 from millstream.targets.deltas.writer import Writer
@@ -161,6 +163,22 @@ class DeltaTarget:
         with as_target_errors(self._directory.root):
             shutil.rmtree(self._directory.own / "tombstones", ignore_errors=True)
 
+    @property
+    def reloads(self) -> bool:
+        return self._options.write != "scd2"
+
+    def remembering(self) -> DeltaLane:
+        return replace(self.stager(), remembers=self.mirrors)
+
+    def reloader(self, step: ReloadStep) -> DeltaLane:
+        return replace(self.stager(), step=step)
+
+    def publish_reload(self, step: ReloadStep, receipts: Sequence[Receipt]) -> None:
+        """Nothing: the task has committed it."""
+
+    def settle_reload(self) -> None:
+        self.settle_replay()
+
     def reader(self) -> Reader:
         root = str(self._directory.root)
         if self._options.write == "mirror":
@@ -202,11 +220,17 @@ class DeltaLane:
     messages: bool = True
     current: frozenset[int] = frozenset()
     """In a replay, the relations under which tables are as the mirror has them."""
+    step: ReloadStep | None = None
+    """The step of a table's copy that this is for; None: batches are changes."""
+    remembers: bool = False
+    """Whether tables are being copied anew meanwhile: what is removed is remembered."""
 
     def deliver(self, batch: LaneBatch) -> bool:
         directory = OwnDirectory(Path(self.root))
         if self.replay is not None:
             return self._replay(batch, directory, self.replay)
+        if self.step is not None:
+            return self._reload(batch, directory, self.step)
         with as_target_errors(directory.root), tempfile.TemporaryDirectory(dir=directory.own / "staging") as scratch:
             if self._is_there(directory, batch.range):
                 return False
@@ -256,11 +280,30 @@ class DeltaLane:
                 elif self.options.write == "scd2":
                     check_versions(writer, table.runs)
                 elif mirror_key(table.relation):
-                    stones = Tombstones(directory.own / "tombstones" / writer.name)
-                    restore_runs(writer, table.runs, stones, batch.range, self)
+                    restore_runs(writer, table.runs, self._stones(writer), batch.range, self)
                 writer.finish()
             failpoint("replay.tables_committed")
         return True
+
+    def _reload(self, batch: LaneBatch, directory: OwnDirectory, step: ReloadStep) -> bool:
+        """Copy a part of a table anew. The cursor stays where it is."""
+        with as_target_errors(directory.root), tempfile.TemporaryDirectory(dir=directory.own / "staging") as scratch:
+            with directory.locked():
+                directory.check_owner(self.context)
+            spooled = spool(batch, Path(scratch), messages=False)
+            batch.check_complete()
+            for table in spooled:
+                writer = Writer(self, table.relation)
+                with self._isolating(writer, table.runs, batch, baseline=True):
+                    if self.options.write == "changelog":
+                        log_copy(writer, table.runs, self.form, step)
+                    else:
+                        copy_mirror(writer, table, self._stones(writer), self.form, step, soft=self.soft)
+                writer.finish()
+        return True
+
+    def _stones(self, writer: Writer) -> Tombstones:
+        return Tombstones(OwnDirectory(Path(self.root)).own / "tombstones" / writer.name)
 
     def _is_there(self, directory: OwnDirectory, range: SeqRange) -> bool:
         with directory.locked():
@@ -282,33 +325,37 @@ class DeltaLane:
         """Bring one table to the end of the batch. Returns what the batch's commit says of it."""
         writer, range = Writer(self, table.relation), batch.range
         if range.start == range.end:
-            with self._isolating(writer, [run() for run in table.runs], batch, baseline=True) as found:
-                writer.write_baseline(table.relation, found, range.end)
+            with self._isolating(writer, table.runs, batch, baseline=True):
+                writer.write_baseline(table.relation, [run() for run in table.runs], range.end)
         else:
-            for read in table.runs:
-                with self._isolating(writer, [read()], batch, baseline=False) as (run,):
+            for number, read in enumerate(table.runs):
+                run = read()
+                if self.remembers:
+                    # Before the commit: who was killed after it would find the change done.
+                    remember_removed(self._stones(writer), run, f"{range.end:020d}-{number:06d}")
+                with self._isolating(writer, [read], batch, baseline=False):
                     writer.write_changes(run)
         return {"table": table.relation.table, "path": writer.name, "version": writer.finish()}
 
     @contextmanager
     def _isolating(
-        self, writer: Writer, runs: Sequence[Run], batch: LaneBatch, *, baseline: bool
-    ) -> Iterator[Sequence[Run]]:
+        self, writer: Writer, runs: Sequence[Callable[[], Run]], batch: LaneBatch, *, baseline: bool
+    ) -> Iterator[None]:
         """While runs are written: find the rows that cannot be, if that is asked for."""
         try:
-            yield runs
+            yield
         except MissingBase as missing:
             if not batch.isolate:
                 raise
-            raise RowsRejected(_rejects(runs[0], missing)) from None
+            raise RowsRejected(_rejects(runs[0](), missing)) from None
         except RowRefused:
             if not batch.isolate:
                 raise
             staging = OwnDirectory(Path(self.root)).own / "staging"
             rejects: list[Reject] = []
-            for number, run in enumerate(runs):
+            for number, read in enumerate(runs):
                 with tempfile.TemporaryDirectory(dir=staging) as scratch:
-                    rejects += writer.rejects(run, Path(scratch) / str(number), baseline=baseline)
+                    rejects += writer.rejects(read(), Path(scratch) / str(number), baseline=baseline)
             if not rejects:
                 raise
             raise RowsRejected(rejects[:AT_ONCE]) from None

@@ -128,8 +128,15 @@ class OwnDirectory:
                 hint="the stream's state and this directory do not belong together",
             )
 
-    def write_commit(self, context: TargetContext, range: SeqRange, end_position: int, files: Sequence[Json]) -> None:
-        """From here on the batch counts."""
+    def write_commit(
+        self,
+        context: TargetContext,
+        range: SeqRange,
+        end_position: int,
+        files: Sequence[Json],
+        name: str | None = None,
+    ) -> None:
+        """From here on the batch counts. `name`: of a commit that is not a batch's, and sorts before the next one's."""
         commit = {
             "stream": context.stream,
             "target": context.target,
@@ -141,7 +148,7 @@ class OwnDirectory:
             "committed_at": datetime.now(UTC).isoformat(),
             "files": list(files),
         }
-        write_whole(self.own / "commits" / f"{range.end:020d}.json", commit)
+        write_whole(self.own / "commits" / f"{name or f'{range.end:020d}'}.json", commit)
 
 
 def directory_of(relation: Relation) -> str:

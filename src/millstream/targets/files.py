@@ -6,6 +6,7 @@
         owner.json               whose directory this is, and which run may write
         lock                     held while the owner changes and while a batch is published
         commits/END.json         one per batch, written last: a batch counts when this is there
+        commits/SEQ-reload-MARK.json  one per table that was copied anew, at this seq: its files are named with MARK
         staging/RUN/             what tasks write; nobody reads it
         rewound/END.json         commits that were taken back, until their batches are delivered again
 
@@ -21,7 +22,7 @@ import re
 import shutil
 import socket
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -29,10 +30,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field
 
-from millstream.errors import TargetRefused, TargetUnavailable
+from millstream.errors import OutOfRange, TargetRefused, TargetUnavailable
 from millstream.failpoint import failpoint
 from millstream.model import Json, Relation, SeqRange
-from millstream.targets.base import ASKING, Attempt, Capabilities, Delivery, Receipt, TargetContext, TargetCursor
+from millstream.targets.base import (
+    ASKING,
+    Attempt,
+    Capabilities,
+    Delivery,
+    Receipt,
+    ReloadStep,
+    TargetContext,
+    TargetCursor,
+)
 from millstream.targets.changelogs import ChangelogReader
 from millstream.targets.directory import (
     OWN,
@@ -48,7 +58,8 @@ GROUP_ROWS = 131_072
 GROUP_BYTES = 32 << 20
 """A row group is written when either is reached: the most a task holds of a file."""
 
-_NAME = re.compile(r"(\d{6})-(\d{20})-(\d{20})-(\d{6,})(-r\d+)?\.parquet")
+_NAME = re.compile(r"(\d{6})-(\d{20})-(\d{20})-(\d{6,})(-x\d+)?(-r\d+)?\.parquet")
+_RELOAD = "-reload-"
 
 
 class FilesOptions(BaseModel):
@@ -98,19 +109,52 @@ class FilesTarget:
         with as_target_errors(self._root), self._directory.locked():
             self._directory.check_owner(context)
             for entry in list(os.scandir(self._own / "staging")):
-                if entry.name != context.run_id:
+                if not entry.name.startswith(context.run_id):
                     shutil.rmtree(entry.path)
             for leftover in list((self._own / "commits").glob("*.tmp")):
                 leftover.unlink()
             for orphan in self._uncommitted(cursor.seq if cursor else None):
                 orphan.unlink()
+            for orphan in self._unlisted():
+                orphan.unlink()
             shutil.rmtree(self._own / "rewound", ignore_errors=True)
         failpoint("files.recovered")
 
     def stager(self) -> FilesStager:
+        return FilesStager(str(self._staging()), self._opened().epoch, self._options.compression)
+
+    @property
+    def mirrors(self) -> bool:
+        return False
+
+    @property
+    def reloads(self) -> bool:
+        return True
+
+    def remembering(self) -> FilesStager:
+        return self.stager()
+
+    def reloader(self, step: ReloadStep) -> FilesStager:
+        return replace(self.stager(), staging=str(self._staging(step.mark)), mark=step.mark)
+
+    def publish_reload(self, step: ReloadStep, receipts: Sequence[Receipt]) -> None:
+        """The files of a table's copy count when the commit that lists them is there."""
         context = self._opened()
-        staging = self._own / "staging" / context.run_id
-        return FilesStager(str(staging), context.epoch, self._options.compression)
+        with as_target_errors(self._root), self._directory.locked():
+            self._directory.check_owner(context)
+            name = f"{step.seq:020d}{_RELOAD}{step.mark}"
+            if (self._own / "commits" / f"{name}.json").exists():
+                return
+            self._put_in_place(receipts, step.mark)
+            failpoint("reload.files_renamed")
+            listed = _listed(receipts)
+            self._directory.write_commit(context, SeqRange(step.seq, step.seq), step.position, listed, name)
+            failpoint("reload.files_committed")
+            self._unsettled = []
+            shutil.rmtree(self._staging(step.mark), ignore_errors=True)
+
+    def settle_reload(self) -> None:
+        """Nothing is remembered: rows of a changelog are told by their versions."""
 
     def reader(self) -> ChangelogReader:
         return ChangelogReader(FileChanges(str(self._root)))
@@ -129,7 +173,7 @@ class FilesTarget:
             self._unsettled = []
             self._cursor = TargetCursor(context.journal_id, context.epoch, range.end, end_position)
             failpoint("files.commit_written")
-            shutil.rmtree(self._own / "staging" / context.run_id, ignore_errors=True)
+            shutil.rmtree(self._staging(), ignore_errors=True)
 
     def release(self, stream: str, target: str) -> None:
         """Leave the files and what lists them; no stream writes into this directory any more.
@@ -158,7 +202,8 @@ class FilesTarget:
                 ends = sorted(
                     (entry.name for entry in os.scandir(commits) if entry.name.endswith(".json")), reverse=True
                 )
-                after = [name for name in ends if int(name.removesuffix(".json")) > seq]
+                after = [name for name in ends if int(name[:20]) > seq]
+                _refuse_copies(self._root, seq, after)
                 if not look_only:
                     make_directory(aside)
                     for name in after:
@@ -174,16 +219,21 @@ class FilesTarget:
     def close(self) -> None:
         self._context = None
 
+    def _staging(self, mark: int | None = None) -> Path:
+        """Where tasks write: a copy's beside the batches'."""
+        name = self._opened().run_id
+        return self._own / "staging" / (name if mark is None else f"{name}-{mark}")
+
     def _opened(self) -> TargetContext:
         if self._context is None:
             raise TargetRefused(f"{self._root} is not open")
         return self._context
 
-    def _put_in_place(self, receipts: Sequence[Receipt]) -> None:
+    def _put_in_place(self, receipts: Sequence[Receipt], mark: int | None = None) -> None:
+        staging = self._staging(mark)
         directories = {self._root / receipt.detail["directory"] for receipt in receipts}
         for directory in sorted(directories):
             make_directory(directory)
-        staging = self._own / "staging" / self._opened().run_id
         for receipt in receipts:
             final = self._root / receipt.detail["directory"] / receipt.detail["name"]
             self._unsettled.append(final)
@@ -198,13 +248,21 @@ class FilesTarget:
         self._unsettled = []
 
     def _uncommitted(self, seq: int | None) -> Iterator[Path]:
+        return (path for path, match in self._named() if seq is None or int(match[3]) > seq)
+
+    def _unlisted(self) -> Iterator[Path]:
+        """Files of copies that were never committed: their seq is one that the directory has."""
+        marks = {entry.name.rpartition(_RELOAD)[2] for entry in os.scandir(self._own / "commits")}
+        return (path for path, match in self._named() if match[5] and f"{match[5][2:]}.json" not in marks)
+
+    def _named(self) -> Iterator[tuple[Path, re.Match[str]]]:
+        """The files that have names of ours."""
         for table in os.scandir(self._root):
-            if table.name == OWN or not table.is_dir():
-                continue
-            for entry in list(os.scandir(table.path)):
-                match = _NAME.fullmatch(entry.name)
-                if match and (seq is None or int(match[3]) > seq):
-                    yield Path(entry.path)
+            if table.name != OWN and table.is_dir():
+                for entry in list(os.scandir(table.path)):
+                    match = _NAME.fullmatch(entry.name)
+                    if match:
+                        yield Path(entry.path), match
 
 
 @dataclass(frozen=True)
@@ -227,6 +285,16 @@ class FileChanges:
             for file in read_json(commits / name)["files"]
             if file["path"].startswith(front)
         ]
+
+
+def _refuse_copies(root: Path, seq: int, names: Sequence[str]) -> None:
+    """Raise OutOfRange where going back would take back the copy of a table, which no journal has."""
+    copies = [int(name[:20]) for name in names if _RELOAD in name]
+    if copies:
+        raise OutOfRange(
+            f"{root} got a table anew at seq {max(copies)}, which cannot be taken back to seq {seq}",
+            hint=f"replay from seq {max(copies) + 1} on",
+        )
 
 
 def _listed(receipts: Sequence[Receipt]) -> list[Json]:
@@ -252,6 +320,8 @@ class FilesStager:
     staging: str
     epoch: int
     compression: str
+    mark: int | None = None
+    """Of a table's copy; None: what is staged are changes, or a baseline."""
 
     def stage(
         self, relation: Relation, relation_id: int, batches: Iterator[pa.RecordBatch], attempt: Attempt
@@ -266,6 +336,7 @@ class FilesStager:
             written = self._write(path, first, batches)
         failpoint("files.staged")
         part = f"-r{attempt.partition}" if attempt.baseline else ""
+        part = f"-x{self.mark}{part}" if self.mark is not None else part
         name = f"{self.epoch:06d}-{written.first_seq:020d}-{written.last_seq:020d}-{relation_id:06d}{part}.parquet"
         detail = {"staged": staged, "directory": directory_of(relation), "name": name}
         return [

@@ -16,14 +16,14 @@ from psycopg import pq
 
 from millstream.errors import SourceHalted, SourceUnavailable
 from millstream.model import Json, Relation, SourceSpec
-from millstream.sources.base import Chunk, SnapshotPlan
+from millstream.sources.base import Chunk, SnapshotPlan, Wanted
 from millstream.sources.postgres import catalog
 from millstream.sources.postgres.bulk import MORE_BYTES, MORE_SECONDS
 from millstream.sources.postgres.connection import Connection, connect_session, literal, translated
 from millstream.sources.postgres.copied import rows_of_copy, select_list
 from millstream.sources.postgres.intake import Intake
 from millstream.sources.postgres.options import PostgresOptions
-from millstream.sources.postgres.patterns import quote
+from millstream.sources.postgres.patterns import Pattern, parse_patterns, quote
 from millstream.sources.postgres.session import Refused, Session
 
 CHUNK_BYTES = 64 << 20
@@ -62,6 +62,7 @@ def plan_chunks(
     options: PostgresOptions,
     snapshot: str,
     before: Mapping[int, str | None] | None,
+    wanted: Wanted | None = None,
 ) -> tuple[tuple[Chunk, ...], int]:
     """The chunks of all tables, and how many rows they have by the server's own estimate.
 
@@ -69,26 +70,44 @@ def plan_chunks(
     snapshot was asked for: raises SourceUnavailable if that is not what is published now. None: nothing is published
     for this, and the options alone say which columns and rows are read.
     """
-    selected = catalog.select(control, spec.tables).tables
-    wanted = [table.relation.oid for table in selected]
+    selected = chosen(catalog.select(control, spec.tables).tables, wanted)
+    if wanted is not None and wanted.all:
+        selected = [table for table in selected if table.relation.oid in (before or {})]
+    asked = [table.relation.oid for table in selected]
     if before is None:
         described, filters = _described(selected, options)
     else:
         filters = published(control, options)
-        missing = [oid for oid in wanted if oid not in filters or oid not in before or filters[oid] != before[oid]]
+        missing = [oid for oid in asked if oid not in filters or oid not in before or filters[oid] != before[oid]]
         if missing:
             _refuse_partitions(control, [table for table in selected if table.relation.oid in missing], filters)
             raise SourceUnavailable(f"{len(missing)} tables are not in the publication yet")
-        found = catalog.tables_by_oid(control, wanted, options.publications)
+        found = catalog.tables_by_oid(control, asked, options.publications)
         described = [table.relation for table in found]
     relations = {relation.oid: replace(relation, types=options.types.chosen) for relation in described}
     with translated("planning the snapshot"), control.transaction():
         control.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
         control.execute(f"SET TRANSACTION SNAPSHOT {literal(snapshot)}".encode())
-        leaves = control.execute(_LEAVES.encode(), {"oids": wanted}).fetchall()
+        leaves = control.execute(_LEAVES.encode(), {"oids": asked}).fetchall()
     present = [leaf for leaf in leaves if leaf[0] in relations]
     chunks = [chunk for leaf in present for chunk in _chunks_of(relations[leaf[0]], leaf, filters[leaf[0]])]
     return tuple(chunks), sum(int(leaf[6]) for leaf in leaves)
+
+
+def chosen(tables: Sequence[catalog.Table], wanted: Wanted | None) -> list[catalog.Table]:
+    """Those of the tables that are wanted."""
+    if wanted is None or wanted.all:
+        return list(tables)
+    meant, excluded = (parse_patterns(each) if each else [] for each in (wanted.patterns, wanted.excluded))
+
+    def matches(patterns: Sequence[Pattern], relation: Relation) -> bool:
+        return any(pattern.matches(relation.schema, relation.name) for pattern in patterns)
+
+    return [
+        one
+        for one in tables
+        if one.relation.table in wanted.names or (matches(meant, one.relation) and not matches(excluded, one.relation))
+    ]
 
 
 def _refuse_partitions(

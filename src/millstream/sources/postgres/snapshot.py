@@ -27,7 +27,7 @@ from psycopg.pq.abc import PGconn
 from millstream.errors import SourceHalted, SourceUnavailable
 from millstream.failpoint import failpoint
 from millstream.model import SourceSpec
-from millstream.sources.base import SnapshotPlan
+from millstream.sources.base import SnapshotPlan, Wanted
 from millstream.sources.postgres.chunks import plan_chunks, published
 from millstream.sources.postgres.connection import (
     Connection,
@@ -53,7 +53,9 @@ Waiting = Callable[[str], None]
 class HeldSnapshot:
     """Owns the connections that keep the snapshot alive. Close it when all of it was read."""
 
-    def __init__(self, spec: SourceSpec, on_wait: Waiting, *, captured: bool = True) -> None:
+    def __init__(
+        self, spec: SourceSpec, on_wait: Waiting, *, captured: bool = True, wanted: Wanted | None = None
+    ) -> None:
         options = PostgresOptions.of(spec)
         self._stack = ExitStack()
         try:
@@ -67,7 +69,7 @@ class HeldSnapshot:
             self._stack.callback(reader.finish)
             _await_barrier(control, _running_in(reader, name), on_wait)
             failpoint("snapshot.barrier_passed")
-            chunks, rows = plan_chunks(control, spec, options, name, before)
+            chunks, rows = plan_chunks(control, spec, options, name, before, wanted)
             self.plan = SnapshotPlan(position, datetime.now(UTC), name, chunks, rows)
         except BaseException:
             self.close()

@@ -67,17 +67,24 @@ class Tombstones:
 
     def lie_on(self, rows: pa.Table, key: Sequence[str]) -> Bools:
         """For each row whether a newer change has removed it."""
-        found = [pa.ipc.open_file(path.read_bytes()).read_all() for path in self._files()]
-        if not found:
+        stones = self._all()
+        if stones is None:
             return np.zeros(rows.num_rows, bool)
-        stones = pa.concat_tables(found)
-        whole_table = stones.filter(pc.equal(stones["key"], ALL_KEYS))
-        truncated = pc.max(whole_table["seq"]).as_py() or 0
+        truncated = _truncated(stones)
         at = pc.index_in(key_text(rows, key), value_set=stones["key"].combine_chunks())
         removed = pc.fill_null(whole(stones["seq"]).take(at), -1)
         versions = whole(rows[SEQ])
         dead = pc.or_(pc.less(versions, removed), pc.less(versions, truncated))
         return np.array(dead.to_pylist(), bool)
+
+    def truncated(self) -> int:
+        """The seq of the last truncate that is remembered; -1 if there was none."""
+        stones = self._all()
+        return -1 if stones is None else _truncated(stones)
+
+    def _all(self) -> pa.Table | None:
+        found = [pa.ipc.open_file(path.read_bytes()).read_all() for path in self._files()]
+        return pa.concat_tables(found) if found else None
 
     def _files(self) -> list[Path]:
         """Those of the newest batch first: of two tombstones of a key the newer one counts."""
@@ -85,7 +92,7 @@ class Tombstones:
 
     def add(self, found: Latest, key: Sequence[str], name: str) -> None:
         """Durable when it returns. `name` is the batch's: one that comes again has the same."""
-        keys, seqs = key_text(found.gone, key).to_pylist(), found.gone[SEQ].to_pylist()
+        keys, seqs = (key_text(found.gone, key).to_pylist(), found.gone[SEQ].to_pylist()) if key else ([], [])
         if found.truncated is not None:
             keys, seqs = [*keys, ALL_KEYS], [*seqs, found.truncated]
         if not keys:
@@ -188,6 +195,11 @@ def restore(table: Handle, run: Run, stones: Tombstones, said: CommitProperties,
     if len(lacking) or len(stale):
         merge_latest(table, relation, Latest(None, gone, rows, special=special), key, said, soft=soft)
     return found
+
+
+def _truncated(stones: pa.Table) -> int:
+    last = pc.max(stones.filter(pc.equal(stones["key"], ALL_KEYS))["seq"]).as_py()
+    return -1 if last is None else int(last)
 
 
 def _versions(table: Handle, rows: pa.Table, key: tuple[str, ...]) -> Ints:

@@ -256,6 +256,10 @@ class Handle:
         else:
             self._table.delete(f"_ms_seq < {seq}")
 
+    def make_older(self, seq: int) -> None:
+        """Give rows of this version the one before it."""
+        self._table.update(updates={"_ms_seq": str(seq - 1)}, predicate=f"_ms_seq = {seq}")
+
     def read(self, columns: list[str], condition: ds.Expression | None = None) -> pa.Table:
         """Columns of all rows at this version, or of those for which the condition holds."""
         return self._table.to_pyarrow_dataset().to_table(columns=columns, filter=condition)

@@ -28,6 +28,7 @@ from millstream.targets.base import (
     Part,
     Reader,
     Receipt,
+    ReloadStep,
     TargetContext,
     TargetCursor,
 )
@@ -39,6 +40,7 @@ from millstream.targets.lanes.keeping import bring_back, keep
 from millstream.targets.lanes.logged import LoggedReader
 from millstream.targets.lanes.mirror import clear, has_newer, insert_rows, write_run
 from millstream.targets.lanes.reading import LaneReader, SqlRepairer
+from millstream.targets.lanes.reloading import ReloadLane, reload_name, remember_removed
 from millstream.targets.lanes.replaying import ReplayLane, forget_tombstones, replay_name
 from millstream.targets.lanes.runs import Run, ahead, by_table, runs
 from millstream.targets.lanes.tables import Prepared, mirror_key, prepare
@@ -54,6 +56,8 @@ class SqlLane:
     database: type[Database]
     options: LaneOptions
     context: TargetContext
+    remembers: bool = False
+    """Whether tables are being copied anew meanwhile: what is removed is remembered."""
 
     def deliver(self, batch: LaneBatch) -> bool:
         opening = self.database(self.options)
@@ -127,6 +131,8 @@ class SqlLane:
                     write(run.changes)
                 else:
                     isolating.write(run, prepared.key, write)
+                if mirrors and self.remembers:
+                    remember_removed(db, prepared, run, self.context)
         if isolating is not None:
             isolating.check()
 
@@ -239,6 +245,22 @@ class LaneTarget:
     def bring_back(self, stream: str, target: str, kept: Kept, token: str, *, overwrite: bool) -> bool:
         return bring_back(self._database(self._options), stream, target, kept, token, overwrite=overwrite)
 
+    @property
+    def reloads(self) -> bool:
+        return True
+
+    def remembering(self) -> SqlLane:
+        return replace(self.stager(), remembers=self.mirrors)
+
+    def reloader(self, step: ReloadStep) -> ReloadLane:
+        return ReloadLane(self._database, self._options, self._opened(), step)
+
+    def publish_reload(self, step: ReloadStep, receipts: Sequence[Receipt]) -> None:
+        """Nothing: the task has committed it."""
+
+    def settle_reload(self) -> None:
+        self.settle_replay()
+
     def release(self, stream: str, target: str) -> None:
         """The tables stay as they are, and belong to nobody; the next stream may take them over."""
         db = self._asking()
@@ -250,7 +272,8 @@ class LaneTarget:
             db.create_own()
             for name in OWN:
                 db.run(f"DELETE FROM {db.own(name)} WHERE stream = ? AND target = ?", (stream, target))
-            db.run(f"DELETE FROM {db.own('cursors')} WHERE stream = ? AND target = ?", (stream, replay_name(target)))
+            for ours in (replay_name(target), reload_name(target)):
+                db.run(f"DELETE FROM {db.own('cursors')} WHERE stream = ? AND target = ?", (stream, ours))
             db.unmark(stream, target)
 
     def close(self) -> None:

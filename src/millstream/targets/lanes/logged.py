@@ -23,7 +23,7 @@ from millstream.targets.lanes.tables import mirror_key
 
 SPECIAL = "_ms_special"
 _MAPS = pa.map_(pa.string(), pa.string())
-_ASKED = "_ms_op, _ms_seq, CAST(_ms_before AS text), CAST(_ms_unchanged AS text)"
+_ASKED = "_ms_op, _ms_seq, _ms_position, CAST(_ms_before AS text), CAST(_ms_unchanged AS text)"
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,11 @@ class LoggedReader:
 
     def _changes(self, relation: Relation, values: pa.Table, said: Sequence[tuple[Any, ...]]) -> pa.Table:
         """The changes as `fold` reads them, in the database's form."""
-        op, seq, before, unchanged = zip(*said, strict=True)
+        op, seq, position, before, unchanged = zip(*said, strict=True)
         ours = {
             "_ms_op": pa.array(op, pa.string()),
             "_ms_seq": pa.array(seq, pa.int64()),
+            "_ms_position": pa.array(position, pa.string()),
             "_ms_unchanged": pa.array([json.loads(text or "[]") for text in unchanged], pa.list_(pa.string())),
         }
         if SPECIAL not in values.column_names:

@@ -55,7 +55,7 @@ class ReplayLane:
     def deliver(self, batch: LaneBatch) -> bool:
         with self.database(self.options) as db:
             with db.transaction():
-                _hold(db, self.context)
+                hold(db, self.context)
                 mirrors = self.options.write == "mirror"
                 if not mirrors and not self._claim(db, batch.range):
                     return False
@@ -80,7 +80,7 @@ class ReplayLane:
         for run in reversed([run for run in found if run.relation_id in self.current]):
             prepared = prepare(db, run.relation, run.relation_id, self.context, self.options)
             if prepared.key:
-                _restore(db, prepared, run, self.context, soft=self.options.deletes == "soft")
+                restore(db, prepared, run, self.context, soft=self.options.deletes == "soft")
 
     def _claim(self, db: Database, range: SeqRange) -> bool:
         """Note how far the replay is with this batch. False: it was that far already."""
@@ -124,7 +124,7 @@ def refuse_unknown(run: Run, found: Latest, lacking: Ints, key: Sequence[str]) -
         raise RowsRejected([reject(run.relation, run.relation_id, row, key, why) for row in each])
 
 
-def _hold(db: Database, context: TargetContext) -> None:
+def hold(db: Database, context: TargetContext) -> None:
     """Raise TargetRefused unless the target is this run's; if so, nobody takes it over before the commit."""
     held = db.run(
         f"UPDATE {db.own('cursors')} SET run = run WHERE stream = ? AND target = ? AND run = ?",
@@ -143,7 +143,18 @@ def _add_epoch(db: Database, run: Run) -> None:
         db.run(f"ALTER TABLE {db.table(run.relation)} ADD COLUMN {EPOCH} bigint")
 
 
-def _restore(db: Database, prepared: Prepared, run: Run, context: TargetContext, *, soft: bool) -> None:
+def bury_newer(db: Database, prepared: Prepared, found: Latest, context: TargetContext) -> None:
+    """Remember what the next batch in order removes: its word is newer than any that is remembered."""
+    owner = (context.stream, context.target, prepared.table)
+    keys, _ = _stones(prepared, found)
+    if len(keys):
+        stage = db.stage(f"unburied_{prepared.relation_id}", [Values(ColumnDef("k", "text"), keys)])
+        mine = f"DELETE FROM {db.own('tombstones')} WHERE stream = ? AND target = ? AND name = ?"
+        db.run(f"{mine} AND key IN (SELECT k FROM {stage})", owner)
+        _bury(db, prepared, found, owner)
+
+
+def restore(db: Database, prepared: Prepared, run: Run, context: TargetContext, *, soft: bool) -> None:
     """Write what the mirror lacks of these changes, and bury what they have removed."""
     found = latest(run.changes, prepared.key)
     mirror, owner = Mirror(db, prepared, soft), (context.stream, context.target, prepared.table)
@@ -160,7 +171,7 @@ def _lacking(db: Database, mirror: Mirror, prepared: Prepared, rows: pa.Table, o
     if not rows.num_rows:
         return np.zeros(0, np.int64)
     stones = f"{db.own('tombstones')} AS d WHERE d.stream = ? AND d.target = ? AND d.name = ?"
-    ((truncated,),) = db.rows(f"SELECT max(d.seq) FROM {stones} AND d.key = ?", (*owner, ALL_KEYS))
+    truncated = _truncated_at(db, owner)
     stage = db.stage(
         f"again_{prepared.relation_id}",
         [
@@ -170,22 +181,39 @@ def _lacking(db: Database, mirror: Mirror, prepared: Prepared, rows: pa.Table, o
         ],
     )
     found = db.rows(
-        f"SELECT s.n FROM {stage} AS s WHERE s.v > ? "
+        f"SELECT s.n FROM {stage} AS s WHERE s.v >= ? "
         f"AND NOT EXISTS (SELECT 1 FROM {prepared.table} AS t WHERE {matches(prepared.key)} AND t._ms_seq >= s.v) "
         f"AND NOT EXISTS (SELECT 1 FROM {stones} AND d.key = s.k AND d.seq > s.v)",
-        (truncated or 0, *owner),
+        (truncated, *owner),
     )
     return np.array(sorted(number for (number,) in found), np.int64)
 
 
+def truncated_at(db: Database, prepared: Prepared, context: TargetContext) -> int:
+    """The seq of the last truncate of the table that is remembered; -1 if there was none."""
+    return _truncated_at(db, (context.stream, context.target, prepared.table))
+
+
+def _truncated_at(db: Database, owner: tuple[str, str, str]) -> int:
+    stones = f"{db.own('tombstones')} AS d WHERE d.stream = ? AND d.target = ? AND d.name = ?"
+    ((truncated,),) = db.rows(f"SELECT max(d.seq) FROM {stones} AND d.key = ?", (*owner, ALL_KEYS))
+    return -1 if truncated is None else int(truncated)
+
+
+def _stones(prepared: Prepared, found: Latest) -> tuple[pa.StringArray, pa.Int64Array]:
+    """What is gone: keys, and since which change."""
+    keys, seqs = pa.array([], pa.string()), pa.array([], pa.int64())
+    if prepared.key:
+        keys, seqs = key_text(found.gone, prepared.key).cast(pa.string()), whole(found.gone[SEQ])
+    if found.truncated is not None:
+        keys = pa.concat_arrays([keys, pa.array([ALL_KEYS])])
+        seqs = pa.concat_arrays([seqs, pa.array([found.truncated], pa.int64())])
+    return keys, seqs
+
+
 def _bury(db: Database, prepared: Prepared, found: Latest, owner: tuple[str, str, str]) -> None:
     """Remember what is gone. Batches come newest first, so a tombstone that is there already is the newer one."""
-    keys, seqs = key_text(found.gone, prepared.key), whole(found.gone[SEQ])
-    if found.truncated is not None:
-        keys, seqs = (
-            pa.concat_arrays([keys.cast(pa.string()), pa.array([ALL_KEYS])]),
-            pa.concat_arrays([seqs, pa.array([found.truncated], pa.int64())]),
-        )
+    keys, seqs = _stones(prepared, found)
     if not len(keys):
         return
     values = [Values(ColumnDef("k", "text"), keys), Values(ColumnDef("v", "bigint"), seqs)]

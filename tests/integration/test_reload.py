@@ -1,0 +1,232 @@
+"""Tables that are copied anew, or for the first time, while changes go on coming. Without Spark, from a real source."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltalake import DeltaTable
+
+from millstream import BatchLimits, Engine, Mode, StreamSpec, TargetSpec
+from millstream.engine import reloading
+from millstream.errors import ConfigError, NotReady, VerifyFailed
+from millstream.model import Relation
+from millstream.sources.postgres import chunks
+from millstream.sources.postgres.catalog import relations
+from millstream.targets import open_target
+from tests.fixtures.capture import source_spec
+from tests.fixtures.engines import await_that
+from tests.fixtures.postgres import Database
+
+pytestmark = pytest.mark.postgres
+
+Rows = list[tuple[Any, ...]]
+
+FEW = BatchLimits(max_ms=0, max_bytes=1 << 30, max_events=50)
+TABLES = """
+CREATE TABLE orders (id int PRIMARY KEY, note text);
+CREATE TABLE items (id int PRIMARY KEY, note text);
+CREATE TABLE parts (id int, note text, PRIMARY KEY (id)) PARTITION BY RANGE (id);
+CREATE TABLE parts_a PARTITION OF parts FOR VALUES FROM (0) TO (100);
+CREATE TABLE parts_b PARTITION OF parts FOR VALUES FROM (100) TO (200);
+CREATE TABLE keyless (id int, note text);
+INSERT INTO orders SELECT i, repeat('x', 200) || i FROM generate_series(1, 600) i;
+INSERT INTO items SELECT i, 'item' FROM generate_series(1, 5) i;
+INSERT INTO parts SELECT i, 'part' FROM generate_series(90, 110) i;
+INSERT INTO keyless SELECT i % 3, 'same' FROM generate_series(1, 30) i;
+"""
+NAMES = ("orders", "items", "parts", "keyless")
+
+
+class Everywhere:
+    """A stream with a target of each kind, or with those that are named, and what is held where."""
+
+    def __init__(self, engine: Engine, database: Database, root: Path, *tables: str, only: str = "") -> None:
+        self.engine, self.database, self.root = engine, database, root
+        self._relations: dict[str, Relation] = {}
+        targets = (
+            self._target("copy", "sqlite", "copy.db"),
+            self._target("lake", "delta", "lake"),
+            self._target("log", "files", "log"),
+            self._target("changes", "sqlite", "changes.db", write="changelog"),
+            self._target("past", "delta", "past", write="changelog"),
+        )
+        chosen = tuple(target for target in targets if not only or target.name in only.split())
+        source = source_spec(database, *tables)
+        self.stream = StreamSpec("shop", source, Mode.SNAPSHOT_THEN_CDC, chosen, checkpoint_interval_ms=100)
+
+    def _target(self, name: str, kind: str, place: str, **options: str) -> TargetSpec:
+        return TargetSpec(name, kind, FEW, options={"path": str(self.root / place), **options})
+
+    def held(self, target: str, table: str) -> Rows:
+        """What a target holds of a table; of a changelog, what its changes leave."""
+        if target == "copy":
+            with closing(sqlite3.connect(self.root / "copy.db", timeout=60)) as lite:
+                return sorted(lite.execute(f'SELECT id, note FROM "public.{table}"').fetchall())
+        if table not in self._relations:
+            with self.database.connect() as connection:
+                (self._relations[table],) = relations(connection, [f"public.{table}"])
+        relation = self._relations[table]
+        if target == "lake":
+            found = DeltaTable(str(self.root / "lake" / f"public.{table}")).to_pyarrow_table()
+            return sorted(zip(*(found[name].to_pylist() for name in ("id", "note")), strict=True))
+        reader = next(open_target(spec) for spec in self.stream.targets if spec.name == target).reader()  # type: ignore[attr-defined]
+        try:
+            read = [batch for part in reader.parts(relation) for batch in reader.read(relation, part)]
+        except VerifyFailed:
+            return [("it changed while it was read",)]
+        rows = [row for part in read for row in zip(*(part[name].to_pylist() for name in ("id", "note")), strict=True)]
+        # SQLite's values are told as JSON.
+        return sorted(tuple(map(json.loads, row)) for row in rows) if target == "changes" else sorted(rows)
+
+    def expected(self, table: str) -> Rows:
+        return sorted(self.database.sql(f"SELECT id, note FROM {table}"))
+
+    def differing(self, *tables: str) -> list[str]:
+        return [
+            f"{target.name}: {table}"
+            for target in self.stream.targets
+            for table in tables
+            if self.held(target.name, table) != self.expected(table)
+        ]
+
+    def await_equal(self, *tables: str) -> None:
+        """While nobody writes to these tables."""
+        for table in tables:
+            expected = self.expected(table)
+            for target in self.stream.targets:
+                await_that(lambda name=target.name, table=table, rows=expected: self.held(name, table) == rows)  # type: ignore[misc]
+
+    def states(self) -> dict[str, dict[str, str]]:
+        """By target and table, how its copy is."""
+        return {
+            target.name: {name: one["state"] for name, one in (target.reload or {"tables": {}})["tables"].items()}
+            for target in self.engine.get_status("shop").targets
+        }
+
+    def await_reloaded(self) -> None:
+        def ended() -> bool:
+            found = [target.reload for target in self.engine.get_status("shop").targets]
+            assert not [one for one in found if one and one["state"] == "failed"], found
+            return all(one is not None and one["state"] == "done" for one in found)
+
+        await_that(ended)
+
+
+@contextmanager
+def held_after_a_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Semaphore]:
+    """Copies wait after their first step, outside of their turn; how many of them do is told."""
+    waiting, go_on, seen = threading.Semaphore(0), threading.Event(), set[str]()
+
+    def wait(name: str) -> None:
+        thread = threading.current_thread().name
+        if name == "reload.step_saved" and thread not in seen:
+            seen.add(thread)
+            waiting.release()
+            assert go_on.wait(120)
+
+    monkeypatch.setattr(reloading, "failpoint", wait)
+    try:
+        yield waiting
+    finally:
+        go_on.set()
+
+
+def test_a_table_is_copied_anew_at_every_kind_of_target_while_all_tables_flow(
+    engine: Engine, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 32 << 10)
+    database.sql(TABLES)
+    shop = Everywhere(engine, database, tmp_path)
+    with engine:
+        engine.upsert_stream(shop.stream)
+        engine.await_ready("shop", 120)
+        database.sql("UPDATE orders SET note = 'changed' WHERE id <= 3")
+        shop.await_equal(*NAMES)
+        # Rows go from the source without a word in its log, and mirrors are damaged.
+        database.sql("ALTER TABLE parts DETACH PARTITION parts_b")
+        with closing(sqlite3.connect(tmp_path / "copy.db", timeout=60)) as lite, lite:
+            lite.execute("UPDATE \"public.orders\" SET note = 'damaged' WHERE id % 2 = 0")
+            lite.execute('DELETE FROM "public.orders" WHERE id = 600')
+            lite.execute("INSERT INTO \"public.orders\" (id, note, _ms_seq) VALUES (-1, 'not the source', 2)")
+            lite.execute('DELETE FROM "public.keyless" WHERE id = 1')
+        assert shop.differing("parts") == [f"{target.name}: parts" for target in shop.stream.targets]
+        with held_after_a_step(monkeypatch) as waiting:
+            Engine(engine.home.path).reload("shop", tables=["public.orders", "public.parts", "public.keyless"])
+            for _ in shop.stream.targets:
+                assert waiting.acquire(timeout=120), "each target has made a step, and waits"
+            assert all("waiting" in states.values() for states in shop.states().values())
+            database.sql("INSERT INTO items VALUES (6, 'while others are copied')")
+            database.sql("INSERT INTO keyless VALUES (9, 'while it is copied')")
+            database.sql("DELETE FROM orders WHERE id IN (1, 300, 599)")
+            database.sql("UPDATE orders SET id = id + 1000, note = 'moved' WHERE id IN (2, 598)")
+            database.sql("INSERT INTO orders VALUES (300, 'came again'), (2000, 'new')")
+            shop.await_equal("items")
+            assert not [one for one in engine.get_status("shop").targets if (one.reload or {})["state"] != "running"]
+        shop.await_reloaded()
+        shop.await_equal(*NAMES)
+        tables = {"public.orders": "done", "public.parts": "done", "public.keyless": "done"}
+        assert shop.states() == {target.name: tables for target in shop.stream.targets}
+        found = {table.name: table.snapshot for table in engine.get_status("shop").targets[0].tables}
+        assert found == {**tables, "public.items": None}
+        database.sql("DELETE FROM orders WHERE id <= 500")
+        database.sql("UPDATE items SET note = 'later'")
+        shop.await_equal(*NAMES)
+    with closing(sqlite3.connect(tmp_path / "copy.db")) as lite:
+        assert lite.execute("SELECT count(*) FROM _millstream_tombstones").fetchall() == [(0,)]
+    assert not (tmp_path / "lake" / "_millstream" / "tombstones").exists()
+
+
+@pytest.mark.parametrize("running", [True, False], ids=["while it runs", "while it is stopped"])
+def test_a_table_that_is_added_to_a_stream_gets_its_rows_while_the_others_flow(
+    engine: Engine, database: Database, tmp_path: Path, running: bool
+) -> None:
+    database.sql(TABLES)
+    shop = Everywhere(engine, database, tmp_path, "public.items", only="copy log")
+    more = replace(shop.stream, source=replace(shop.stream.source, tables=("public.items", "public.orders")))
+    engine.start()
+    engine.upsert_stream(shop.stream)
+    engine.await_ready("shop", 120)
+    database.sql("INSERT INTO items VALUES (6, 'first')")
+    shop.await_equal("items")
+    if not running:
+        engine.stop()
+    engine.upsert_stream(more)
+    if not running:
+        database.sql("UPDATE items SET note = 'while it is stopped'")
+        engine.start()
+    database.sql("INSERT INTO items VALUES (7, 'meanwhile')")
+    database.sql("UPDATE orders SET note = 'meanwhile' WHERE id <= 10")
+    database.sql("DELETE FROM orders WHERE id BETWEEN 500 AND 550")
+    shop.await_reloaded()
+    shop.await_equal("items", "orders")
+    assert shop.states() == {target.name: {"public.orders": "done"} for target in shop.stream.targets}
+    database.sql("DELETE FROM orders WHERE id <= 300")
+    shop.await_equal("items", "orders")
+    engine.stop()
+
+
+def test_what_cannot_be_copied_is_said(engine: Engine, database: Database, tmp_path: Path) -> None:
+    database.sql(TABLES)
+    shop = Everywhere(engine, database, tmp_path, only="copy")
+    engine.upsert_stream(shop.stream)
+    with pytest.raises(NotReady, match="target copy of stream shop has got nothing yet"):
+        engine.reload("shop")
+    with pytest.raises(ConfigError, match=r"stream shop has no table other\.orders"):
+        engine.reload("shop", tables=["other.orders"])
+    with engine:
+        engine.await_ready("shop", 120)
+        shop.await_equal("items")
+        engine.reload("shop", "copy", tables=["public.gone", "public.items"])
+        await_that(lambda: (engine.get_status("shop").targets[0].reload or {}).get("state") == "failed")
+        tables = (engine.get_status("shop").targets[0].reload or {})["tables"]
+        assert (tables["public.gone"]["state"], tables["public.items"]["state"]) == ("failed", "done")
+        assert tables["public.gone"]["error"] == "the source has no such table"
+        assert engine.get_status("shop").targets[0].error is None, "the stream goes on"
