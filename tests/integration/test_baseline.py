@@ -103,7 +103,7 @@ def test_full_tables_and_then_every_change(
     def deliver() -> None:
         assert run(streams, home=home, once=True, master=None, observers=Observers([heard])) == 0
 
-    with writing(database, pause=0.005):
+    with writing(database, pause=0.05):
         deliver()
         change(database, 1, 1500)
     deliver()

@@ -127,7 +127,7 @@ def test_what_cannot_be_is_refused_before_a_delivery_ends_for_it(tmp_path: Path)
     it, _, _ = made(running)
     it.submit(Order("shop", ("log",), Asked(repair=True), answers.append))
     await_that(lambda: it.serve() or bool(answers))
-    assert "target log is a changelog" in answers[0]["error"]["message"]
+    assert "target log keeps what has happened" in answers[0]["error"]["message"]
     assert running.history == []
 
 
