@@ -10,7 +10,7 @@ export PYTHONPATH := $(CURDIR)/src
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-short test next bench rehearse lint format chaos cluster histories reconnect lake docs types clean
+.PHONY: help setup demo demo-short test next bench rehearse lint format chaos cluster histories alters reconnect lake docs types clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -69,6 +69,9 @@ histories: setup ## Mirror many random histories, filtered ones too, and compare
 	@MILLSTREAM_HISTORIES=100 $(PYTHON_IN_VENV) -m pytest tests/integration/test_postgres_target.py \
 		tests/integration/test_shape_postgres.py tests/integration/test_shape_spark.py tests/integration/test_shape_rejects.py \
 		$$(grep -rl 'max_examples=examples' tests)
+
+alters: setup ## A hundred random ALTERs mixed with writes, with several seeds, and readers who lag behind all of them
+	@MILLSTREAM_ALTERS=100 MILLSTREAM_ALTER_SEEDS=5 $(PYTHON_IN_VENV) -m pytest tests/integration/test_random_alters.py
 
 reconnect: setup ## Come back to a server that keeps 5 GB of log for a paused target
 	@MILLSTREAM_WAL_GB=$${MILLSTREAM_WAL_GB:-5} $(PYTHON_IN_VENV) -m pytest -s tests/integration/test_reconnect.py

@@ -180,6 +180,8 @@ class Relation:
     """How the text of its values is encoded. SQL_ASCII: any bytes, since its database never looks at them."""
     types: tuple[tuple[str, str], ...] = ()
     """What the source was asked to make of some types, instead of the usual: pairs of type and choice, sorted."""
+    told_at: int | None = None
+    """Where the source's trigger has told it, the position at which that was committed; None: the catalog was asked."""
 
     @property
     def table(self) -> str:
@@ -194,6 +196,8 @@ class Relation:
         value["types"] = dict(self.types)
         if not self.types:
             del value["types"]
+        if self.told_at is None:
+            del value["told_at"]
         for column in value["columns"]:
             for later in ("element_delimiter", "missing"):
                 if column[later] is None:

@@ -108,8 +108,8 @@ def test_killed_at_each_durable_step_it_goes_on_without_gap_or_double(
     database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One journal; each process is killed at another step, and the next one goes on."""
-    in_order = ["publication_created", "slot_created", "journal_created", "replication_started", "block_appended"]
-    steps = [f"capture.{step}" for step in [*in_order, "committed", "acked", "spooled"]]
+    in_order = ["publication_created", "slot_created", "trigger_installed", "journal_created", "replication_started"]
+    steps = [f"capture.{step}" for step in [*in_order, "block_appended", "committed", "acked", "spooled"]]
     assert sorted(steps) == sorted(name for name in failpoints() if name.startswith("capture."))
     database.sql(TABLE + "; ALTER TABLE t ALTER v SET STORAGE EXTERNAL")
     monkeypatch.setenv("MILLSTREAM_FAILPOINT_STATE", str(tmp_path))
@@ -122,7 +122,8 @@ def test_killed_at_each_durable_step_it_goes_on_without_gap_or_double(
             monkeypatch.setenv("MILLSTREAM_FAILPOINT", next(coming, "none"))
 
     arm()
-    with captured(database, tmp_path / "journal", hear=arm, ack="journaled") as capture:
+    asked = {"ddl_trigger": True}
+    with captured(database, tmp_path / "journal", hear=arm, ack="journaled", options=asked) as capture:
         with load(database, pause=0.02):
             assert capture.supervisor.wait_for(lambda s: s.restarts == len(steps) - 1, 2 * SECONDS), capture.events
             capture.await_state("running")

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-import duckdb
 import pytest
-from deltalake import DeltaTable
 
 from millstream.embedded import EmbeddedPostgres
-from millstream.model import BatchLimits, TargetSpec
 from millstream.registry.structure import differences
-from millstream.targets import open_target
 from millstream.targets.lanes import sessions
-from tests.fixtures.capture import Driver, drive
-from tests.fixtures.lanes import CONTEXT, batch_after, captured, columns_of, deliver
+from tests.fixtures.capture import drive
+from tests.fixtures.mirrors import Mirrors
 from tests.fixtures.postgres import Database, fresh_database
 
 
@@ -28,43 +21,6 @@ def copy(postgres: EmbeddedPostgres) -> Iterator[Database]:
     with fresh_database(postgres) as made:
         yield made
         sessions.close_idle(made.uri, None)
-
-
-class Mirrors:
-    """A mirror of every kind, fed with the same batches."""
-
-    def __init__(self, path: Path, copy: Database) -> None:
-        self._path, self._copy = path, copy
-        options = {
-            "sqlite": {"path": str(path / "sqlite.db")},
-            "duckdb": {"path": str(path / "duck.db")},
-            "delta": {"path": str(path / "lake")},
-            "postgres": {"uri": copy.uri},
-        }
-        limits = BatchLimits(1, 1, 1)
-        self._targets = [open_target(TargetSpec("copy", kind, limits, options=each)) for kind, each in options.items()]
-        for target in self._targets:
-            target.open(CONTEXT)
-        self._seq = 0
-
-    def deliver(self, capture: Driver) -> None:
-        capture.catch_up()
-        rows = captured(capture)
-        for target in self._targets:
-            deliver(target, batch_after(capture, rows, self._seq))
-        self._seq = rows.num_rows
-
-    def assert_equal(self, source: Database, table: str) -> None:
-        columns = ", ".join(f'"{name}"' for (name,) in columns_of(source, table))
-        expected = source.sql(f"SELECT {columns} FROM {table} ORDER BY 1")
-        assert self._copy.sql(f"SELECT {columns} FROM {table} ORDER BY 1") == expected
-        with closing(sqlite3.connect(self._path / "sqlite.db")) as db:
-            assert db.execute(f'SELECT {columns} FROM "public.{table}" ORDER BY 1').fetchall() == expected
-        with closing(duckdb.connect(str(self._path / "duck.db"))) as db:
-            assert db.execute(f"SELECT {columns} FROM public.{table} ORDER BY 1").fetchall() == expected
-        names = [name for (name,) in columns_of(source, table)]
-        rows: list[dict[str, Any]] = DeltaTable(str(self._path / f"lake/public.{table}")).to_pyarrow_table().to_pylist()
-        assert sorted(tuple(row[name] for name in names) for row in rows) == expected
 
 
 def test_mirrors_follow_a_table_that_is_altered(database: Database, copy: Database, tmp_path: Path) -> None:

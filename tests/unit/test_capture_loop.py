@@ -71,6 +71,9 @@ class ListSource:
         self.calls.append("prepare")
         return SourceIdentity(self.kind, {"who": "me"}, self.start)
 
+    def recall(self, descriptions: Sequence[Relation], end: int) -> None:
+        pass
+
     def check(self, identity: SourceIdentity, end: int) -> None:
         self.calls.append(("check", dict(identity.facts), end))
 

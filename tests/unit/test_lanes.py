@@ -205,7 +205,7 @@ def test_a_table_that_was_there_is_taken_over_with_its_rows(copy: Copy) -> None:
 def test_a_type_that_does_not_fit_names_table_and_column(copy: Copy) -> None:
     copy.deliver((THINGS, [insert("1", "x", "d")]))
     changed = relation(("id", 23), ("a", 23), ("doc", 25), key=("id",))
-    with pytest.raises(TargetRefused, match=r"public\.t\.a is INTEGER at the source, and (TEXT|VARCHAR) at"):
+    with pytest.raises(TargetRefused, match=r"public\.t\.a was oid 25 at the source and is oid 23 now"):
         copy.deliver((changed, [insert("2", "5", "d")]))
 
 

@@ -16,6 +16,8 @@ from millstream.engine.home import Home
 from millstream.errors import ConfigError, OutOfRange
 from millstream.journal import JournalReader
 from millstream.model import Column, Relation
+from millstream.registry.ddl import policy_of
+from millstream.registry.kinds import Kind, Policy
 from millstream.registry.structure import Compatibility, compatibility, differences, fingerprint
 from millstream.registry.versions import Registry
 from tests.fixtures.journals import Journal
@@ -148,6 +150,25 @@ def test_the_version_in_force_is_found_by_seq_position_and_time(registry: Regist
     assert registry.at_position("public.orders", versions[2].checkpoint.position - 1).version == 2
     with pytest.raises(OutOfRange, match="first change is seq 2"):
         registry.at_seq("public.orders", 1)
+
+
+def test_names_that_tables_have_exchanged_are_told_and_wait(tmp_path: Path) -> None:
+    journal = Journal.create(tmp_path)
+    journal.register(FIRST)
+    journal.transaction([("public.orders", 1, "a")])
+    journal.register(table(*FIRST.columns, name="orders_old"))
+    journal.transaction([("public.orders_old", 2, "b")])
+    journal.register(table(*FIRST.columns, oid=7009))
+    journal.transaction([("public.orders", 3, "c")])
+    found = list(Registry(JournalReader([str(tmp_path)])).all())
+    journal.writer.close()
+    said = [[(change.kind, change.before, change.after) for change in one.changes] for one in found[1:]]
+    oid = FIRST.oid
+    assert said == [
+        [(Kind.RENAME_TABLE, "public.orders", "public.orders_old")],
+        [(Kind.REPLACE_TABLE, f"public.orders ({oid})", "public.orders (7009)")],
+    ]
+    assert [policy_of(one.changes, {}) for one in found] == [Policy.APPLY, Policy.GATE, Policy.GATE]
 
 
 def test_a_change_names_its_schema(registry: Registry) -> None:

@@ -17,7 +17,7 @@ from millstream.config.problems import Refusal, nearest
 from millstream.config.shaping import Keys, ShapeKeys
 from millstream.config.units import parse_duration_ms, parse_size
 from millstream.model import AckPolicy, Mode, OnFull, OnLimit, OnOverflow, OnReject
-from millstream.registry.kinds import Kind, Policy
+from millstream.registry.kinds import IGNORABLE, Kind, Policy
 
 LEAST_VERIFY_MS = 1_000
 LEAST_SNAPSHOT_MS = 1_000
@@ -105,7 +105,12 @@ def _ddl(value: object) -> object:
         raise Refusal("says by kind of schema change what is done about it", "write {drop_column: gate}")
     for kind, policy in value.items():
         _one_of(Kind)(kind)
-        _one_of(Policy, ["ignore"])(policy)
+        _one_of(Policy)(policy)
+        if policy == Policy.IGNORE and kind not in IGNORABLE:
+            raise Refusal(
+                f"{kind} cannot be ignored: what it does to columns or rows has to be done at targets, too",
+                f"write apply, gate or halt; ignore is for {', '.join(sorted(IGNORABLE))}",
+            )
     return value
 
 

@@ -83,6 +83,7 @@ class CaptureLoop:
 
     def _stream(self, writer: JournalWriter, backoff: Backoff) -> None:
         """Capture until told to stop, or until the connection is lost."""
+        self._source.recall(writer.described, writer.end)
         self._source.check(_identity(writer), writer.end)
         try:
             for block in self._source.capture(writer.end, writer.register):

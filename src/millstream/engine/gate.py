@@ -88,7 +88,7 @@ class Gate:
         self._not_applied = [
             (version, policy)
             for version in own_versions(Registry(self._journal), self._journal, self._tables)
-            if (policy := policy_of(version.changes, dict(self._stream.ddl))) is not Policy.APPLY
+            if (policy := policy_of(version.changes, dict(self._stream.ddl))) in (Policy.GATE, Policy.HALT)
         ]
 
 
@@ -111,7 +111,7 @@ def events(stream: StreamSpec, journal: JournalReader, tables: OwnTables | None,
         DdlEvent(
             stream=stream.name,
             version=version,
-            policy=policy_of(version.changes, chosen),
+            policy=policy,
             decided=decided.get(version.seq),
             receipts={
                 target.name: "applied" if cursors.get(target.name, -1) >= version.seq else "waiting"
@@ -119,4 +119,5 @@ def events(stream: StreamSpec, journal: JournalReader, tables: OwnTables | None,
             },
         )
         for version in own_versions(Registry(journal), journal, tables)
+        if (policy := policy_of(version.changes, chosen)) is not Policy.IGNORE
     ]

@@ -52,8 +52,8 @@ class RelationLog:
             raise JournalCorrupt(f"{self._path} has {len(whole)} bytes of the {least_bytes} that were committed")
         known = parse(whole, self._path)
         self._ids = {relation.fingerprint(): number for number, relation in known.items()}
-        self.tables = [relation.table for relation in known.values()]
-        """Of each description that was there, in order, the name of its table."""
+        self.described = list(known.values())
+        """Every description, in the order of their ids."""
         self.bytes = len(whole)
         self._waiting: list[bytes] = []
         if len(whole) < len(raw):
@@ -70,6 +70,7 @@ class RelationLog:
             value = {"id": number, "fingerprint": fingerprint, "relation": relation.to_json()}
             self._waiting.append(json.dumps(value, separators=(",", ":")).encode() + b"\n")
             self._ids[fingerprint] = number
+            self.described.append(relation)
         return self._ids[fingerprint]
 
     def sync(self) -> None:

@@ -84,7 +84,7 @@ class JournalWriter:
         with disk_errors(path / HEAD, "open the head"):
             self._head_fd = open_file(path / HEAD, os.O_WRONLY | os.O_CREAT)
         self.head = self._publish()
-        tables, reader = self._relations.tables, JournalReader([str(path)])
+        tables, reader = [one.table for one in self._relations.described], JournalReader([str(path)])
         self._schemas = SchemaLog(path, tables, state.end.seq, tenant, reader.schemas_of_rows)
 
     @classmethod
@@ -183,6 +183,11 @@ class JournalWriter:
     def pending_bytes(self) -> int:
         """Bytes of appended rows that are not committed; 0 while only progress is pending."""
         return self._pending.bytes
+
+    @property
+    def described(self) -> list[Relation]:
+        """Every description that was registered, in the order of their ids."""
+        return self._relations.described
 
     def register(self, relation: Relation) -> int:
         """The id of a description, from 1; the same content always gets the same id.

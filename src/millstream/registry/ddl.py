@@ -14,7 +14,11 @@ from millstream.registry.kinds import Decided, Kind, Policy
 from millstream.registry.structure import Change
 from millstream.registry.versions import Version
 
-DEFAULTS: Mapping[Kind, Policy] = {Kind.MAYBE_RENAME_COLUMN: Policy.GATE, Kind.REPLACE_TABLE: Policy.GATE}
+DEFAULTS: Mapping[Kind, Policy] = {
+    Kind.MAYBE_RENAME_COLUMN: Policy.GATE,
+    Kind.REPLACE_TABLE: Policy.GATE,
+    Kind.RENAME_TABLE: Policy.GATE,
+}
 """Kinds that are not simply applied: what is only guessed, and rows that are not those that were there."""
 
 _ORDER = list(Policy)
@@ -49,7 +53,7 @@ class DdlEvent:
             return "applied"
         if self.decided is not None:
             return self.decided.decision.value
-        return "new" if self.policy is Policy.APPLY else "pending"
+        return "pending" if self.policy in (Policy.GATE, Policy.HALT) else "new"
 
     def to_json(self) -> Json:
         found = self.version.to_json()

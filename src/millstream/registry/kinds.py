@@ -35,11 +35,17 @@ class Kind(enum.StrEnum):
 class Policy(enum.StrEnum):
     """What delivery does when a table's changes begin to have another schema; the last of them wins."""
 
+    IGNORE = "ignore"
+    """It goes on, and the change is not listed. Only for what concerns no target (`IGNORABLE`)."""
     APPLY = "apply"
     GATE = "gate"
     """It waits, before the transaction with the first such change, until somebody approves."""
     HALT = "halt"
     """It fails there; once it is approved and resumed it goes on."""
+
+
+IGNORABLE = frozenset({Kind.IDENTITY, Kind.NULLABILITY, Kind.DEFAULT, Kind.GENERATED, Kind.LABELS})
+"""Kinds by which no target's columns, rows or keys become others."""
 
 
 class Decision(enum.StrEnum):

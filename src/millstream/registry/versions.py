@@ -69,6 +69,8 @@ class Registry:
         self._versions: dict[str, list[Version]] = {}
         self._by_id: dict[int, Version] = {}
         self._described: dict[str, Relation] = {}
+        self._names: dict[int, str] = {}
+        """By number of the source's table the name that it last had."""
         history = reader.schemas()
         # After them: what was described while they were read is not missed.
         self._relations = reader.relations()
@@ -140,7 +142,9 @@ class Registry:
     def _count(self, one: InForce) -> None:
         relation = self._relations[one.relation]
         table, known = relation.table, self._versions.setdefault(relation.table, [])
-        before = self._described.get(table)
+        # A table that was known by another name is not a new one: its rows are where that name was.
+        before = self._described.get(table, self._described.get(self._names.get(relation.oid, table)))
+        self._names[relation.oid] = table
         changes = differences(before, relation)
         # What the catalog could not complete says less of the same: the next one is compared with what says more.
         if changes or relation.enriched:

@@ -167,6 +167,9 @@ class Source(Protocol):
     def check(self, identity: SourceIdentity, end: int) -> None:
         """Raise SourceHalted unless going on from journal end `end` is exact. Runs on each connect."""
 
+    def recall(self, descriptions: Sequence[Relation], end: int) -> None:
+        """All descriptions that the journal has, in the order in which they came, and its end: before each `check`."""
+
     def capture(self, start: int, register: Registrar) -> Iterator[Block]:
         """Yield everything committed after `start`, in commit order, for ever.
 

@@ -72,6 +72,11 @@ class DeltaOptions(BaseModel):
     deletes: Literal["hard", "soft"] = Field(
         "hard", description="In a mirror: `hard` removes the row, `soft` keeps it with `_ms_deleted` true."
     )
+    dropped: Literal["keep", "drop"] = Field(
+        "keep",
+        description="In a mirror: a column that the source has no more stays with what it had (`keep`), or goes "
+        "(`drop`).",
+    )
     partition_by: dict[str, list[str]] = Field(
         default_factory=dict,
         description="By table (`schema.table`) the columns by whose values its files are kept apart.",
@@ -88,6 +93,8 @@ class DeltaOptions(BaseModel):
                 "deletes: soft is for mirrors; write: scd2 keeps the last version of a row that is gone in any case, "
                 "with its valid_to",
             )
+        if self.dropped == "drop" and self.write != "mirror":
+            raise PydanticCustomError("dropped_of_others", "dropped: drop is for mirrors")
         return self
 
 
@@ -262,6 +269,10 @@ class DeltaLane:
     def compact_files(self) -> int:
         return self.options.compact_files
 
+    @property
+    def drops(self) -> bool:
+        return self.options.dropped == "drop"
+
     def partitions(self, relation: Relation) -> list[str]:
         return self.options.partition_by.get(relation.table, [])
 
@@ -319,7 +330,8 @@ class DeltaLane:
         directory = OwnDirectory(Path(self.root))
         with as_target_errors(directory.root), directory.locked():
             directory.check_owner(self.context)
-            return Writer(self, relation).write_again(Run(relation, relation_id, change))
+            writer = Writer(self, relation)
+            return writer.write_again(writer.keyed(Run(relation, relation_id, change)))
 
     def _write(self, table: Spooled, batch: LaneBatch) -> Json:
         """Bring one table to the end of the batch. Returns what the batch's commit says of it."""
@@ -329,7 +341,7 @@ class DeltaLane:
                 writer.write_baseline(table.relation, [run() for run in table.runs], range.end)
         else:
             for number, read in enumerate(table.runs):
-                run = read()
+                run = writer.keyed(read())
                 if self.remembers:
                     # Before the commit: who was killed after it would find the change done.
                     remember_removed(self._stones(writer), run, f"{range.end:020d}-{number:06d}")

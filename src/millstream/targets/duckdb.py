@@ -27,6 +27,7 @@ from millstream.targets.forms import form_schema
 from millstream.targets.lanes.database import OWN, ColumnDef, Database, LaneOptions, Values, matches, quoted
 from millstream.targets.lanes.keeping import plain, same_table
 from millstream.targets.lanes.lane import LaneTarget
+from millstream.targets.retyping import HeldType
 
 if TYPE_CHECKING:
     import duckdb
@@ -53,6 +54,9 @@ _TYPES = {
     "timestamp[us]": "TIMESTAMP",
     "timestamp[us, tz=UTC]": "TIMESTAMP WITH TIME ZONE",
 }
+
+_WHOLE = ("SMALLINT", "INTEGER", "BIGINT")
+"""Each holds what those before it do."""
 
 _GIVEN = "_ms_given"
 _OF_A_ROW = {
@@ -205,7 +209,9 @@ class DuckdbDatabase(Database):
         return {**plain, BEFORE: "VARCHAR"}
 
     def fits(self, wanted: str, there: str) -> bool:
-        return wanted.upper().replace('"', "") == there.upper().replace('"', "")
+        one, other = (text.upper().replace('"', "") for text in (wanted, there))
+        both_whole = one in _WHOLE and other in _WHOLE
+        return one == other or (both_whole and _WHOLE.index(one) < _WHOLE.index(other))
 
     def create(self, relation: Relation, columns: Sequence[ColumnDef], key: Sequence[str]) -> None:
         # No primary key: MERGE needs none, and DuckDB's index would see deleted keys until the commit.
@@ -255,8 +261,25 @@ class DuckdbDatabase(Database):
         where = "list_contains(map_keys(_ms_special), ?)"
         self.run(f"UPDATE {table} SET _ms_special = {texts} WHERE {where}", (old, new, old))
 
+    def convert_column(self, table: str, column: ColumnDef, there: str, was: HeldType, now: HeldType) -> None:
+        super().convert_column(table, column, there, was, now)
+        if self.options.write == "mirror" and column.type == "VARCHAR":
+            # What had no home in a number has one in a text.
+            text, name = f"coalesce(_ms_special[?], {quoted(column.name)})", (column.name,)
+            self.run(f"UPDATE {table} SET {quoted(column.name)} = {text} WHERE _ms_special IS NOT NULL", name)
+            self._forget_special(table, column.name)
+
+    def change_key(self, table: str, old: Sequence[str], new: Sequence[str]) -> None:
+        for name in old:
+            self.run(f"ALTER TABLE {table} ALTER COLUMN {quoted(name)} DROP NOT NULL")
+        for name in new:
+            self.run(f"ALTER TABLE {table} ALTER COLUMN {quoted(name)} SET NOT NULL")
+
     def drop_column(self, table: str, name: str) -> None:
         super().drop_column(table, name)
+        self._forget_special(table, name)
+
+    def _forget_special(self, table: str, name: str) -> None:
         texts = "map_from_entries(list_filter(map_entries(_ms_special), lambda e: e.key <> ?))"
         where = "list_contains(map_keys(_ms_special), ?)"
         self.run(f"UPDATE {table} SET _ms_special = {texts} WHERE {where}", (name, name))

@@ -26,6 +26,10 @@ class Evolution:
     def __bool__(self) -> bool:
         return bool(self.renamed or self.dropped)
 
+    def without(self, more: Collection[str]) -> Evolution:
+        """The same, and these columns dropped as well."""
+        return Evolution(self.renamed, tuple(dict.fromkeys([*self.dropped, *more])))
+
 
 def numbers(relation: Relation) -> dict[str, str]:
     """The source's columns by number, with the names that a target's have."""
@@ -68,10 +72,22 @@ def evolution(
     return Evolution(renamed, tuple(dropped))
 
 
+def gone(
+    known: Mapping[str, str], wanted: Mapping[str, str], there: Collection[str], plain: Callable[[str], str] = str
+) -> tuple[str, ...]:
+    """The columns that the source had and has no more. None of a description that does not tell every number."""
+    tables, names = {number.partition(".")[0] for number in wanted}, {plain(name): name for name in there}
+    return tuple(
+        names[plain(name)]
+        for number, name in known.items()
+        if number not in wanted and number.partition(".")[0] in tables and plain(name) in names
+    )
+
+
 def renamed_since(table: str) -> TargetRefused:
     """For a change that comes late."""
     return TargetRefused(
-        f"{table}: columns have other names now than when this change was made",
+        f"{table}: columns have other names now, or types, than when this change was made",
         hint="bring the row with `millstream verify --repair`, and purge the letter",
     )
 

@@ -217,6 +217,17 @@ class PostgresDatabase(Database):
         super().add_column(table, column, None, f" DEFAULT '{text}'")
         self.run(f"ALTER TABLE {table} ALTER COLUMN {quoted(column.name)} DROP DEFAULT")
 
+    def change_key(self, table: str, old: Sequence[str], new: Sequence[str]) -> None:
+        found = self.rows(
+            "SELECT conname FROM pg_constraint WHERE conrelid = to_regclass(?) AND contype = 'p'", (table,)
+        )
+        for (name,) in found:
+            self.run(f"ALTER TABLE {table} DROP CONSTRAINT {quoted(name)}")
+        for name in old:
+            if name not in new:
+                self.run(f"ALTER TABLE {table} ALTER COLUMN {quoted(name)} DROP NOT NULL")
+        self.run(f"ALTER TABLE {table} ADD PRIMARY KEY ({', '.join(map(quoted, new))})")
+
     def insert(self, table: str, values: Sequence[Values]) -> None:
         names = ", ".join(quoted(each.column.name) for each in values)
         session = self._session

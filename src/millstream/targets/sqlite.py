@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType
@@ -37,6 +37,7 @@ from millstream.targets.lanes.database import OWN, ColumnDef, Database, LaneOpti
 from millstream.targets.lanes.keeping import plain
 from millstream.targets.lanes.lane import LaneTarget
 from millstream.targets.lanes.sqlite_rows import OTHER, arrow_schema, from_arrow, to_arrow
+from millstream.targets.retyping import HeldType
 from millstream.wire.json_columns import json_text
 from millstream.wire.text import decimal_text
 
@@ -150,6 +151,52 @@ class SqliteDatabase(Database):
     def fits(self, wanted: str, there: str) -> bool:
         return wanted.upper() == there.upper()
 
+    def must_convert(self, wanted: str, there: str, was: HeldType, now: HeldType) -> bool:
+        # Decimals are text, with all digits of their scale.
+        return not self.fits(wanted, there) or (was.scale is not None and now.scale not in (None, was.scale))
+
+    def convert_column(self, table: str, column: ColumnDef, there: str, was: HeldType, now: HeldType) -> None:
+        value = _converted(quoted(column.name), was, now)
+        if self.fits(column.type, there):
+            self.run(f"UPDATE {table} SET {quoted(column.name)} = {value}")
+        else:
+            self._make_anew(table, {column.name.lower(): (column.type, value)}, None)
+
+    def change_key(self, table: str, old: Sequence[str], new: Sequence[str]) -> None:
+        self._make_anew(table, {}, new)
+
+    def _make_anew(self, table: str, changed: Mapping[str, tuple[str, str]], key: Sequence[str] | None) -> None:
+        """SQLite can change neither a column's type nor a key: make the table once more, with its rows, indexes and
+        triggers. `changed` has types and values of columns by their names in small letters; no `key`: it stays."""
+        found = self.rows(f"PRAGMA table_info({table})")
+        had = [name for _, name, _, _, _, place in sorted(found, key=lambda column: column[5]) if place]
+        now = list(had if key is None else key)
+        lines, values = [], []
+        for _, name, kind, not_null, default, _ in found:
+            kind, value = changed.get(name.lower(), (kind, quoted(name)))
+            never_null = name in now or (not_null and name not in had)
+            lines.append(
+                f"{quoted(name)} {kind}{' NOT NULL' if never_null else ''}"
+                f"{f' DEFAULT {default}' if default is not None else ''}"
+            )
+            values.append(value)
+        if now:
+            lines.append(f"PRIMARY KEY ({', '.join(map(quoted, now))})")
+        name = table[1:-1].replace('""', '"')
+        beside = self.rows(
+            "SELECT sql FROM sqlite_master WHERE tbl_name = ? AND type IN ('index', 'trigger') AND sql IS NOT NULL",
+            (name,),
+        )
+        self.run(f"CREATE TABLE _ms_anew ({', '.join(lines)})")
+        self.run(f"INSERT INTO _ms_anew SELECT {', '.join(values)} FROM {table}")
+        self.run(f"DROP TABLE {table}")
+        # Views of the table are not to be looked at while it is away.
+        self.run("PRAGMA legacy_alter_table = ON")
+        self.run(f"ALTER TABLE _ms_anew RENAME TO {table}")
+        self.run("PRAGMA legacy_alter_table = OFF")
+        for (statement,) in beside:
+            self.run(statement)
+
     def insert(self, table: str, values: Sequence[Values]) -> None:
         names = ", ".join(quoted(each.column.name) for each in values)
         marks = ", ".join("?" * len(values))
@@ -260,6 +307,17 @@ def _type(arrow: pa.DataType) -> str:
     if types.is_floating(arrow):
         return "REAL"
     return "BLOB" if types.is_binary(arrow) else "TEXT"
+
+
+def _converted(value: str, was: HeldType, now: HeldType) -> str:
+    """What a stored value becomes when the source's column has another type, which keeps its values."""
+    if was.is_integer:
+        return f"CAST({value} AS TEXT)" + (f" || '.{'0' * now.scale}'" if now.scale else "")
+    if was.scale is None or not now.scale:
+        return value
+    more = ("" if was.scale else ".") + "0" * (now.scale - was.scale)
+    # NaN and Infinity have no digits.
+    return f"CASE WHEN {value} GLOB '*[0-9]' THEN {value} || '{more}' ELSE {value} END"
 
 
 def _python(values: Values) -> Sequence[Any]:

@@ -79,8 +79,20 @@ class _Transactions:
 class Assembler:
     """Takes frames in the order they arrived, gives blocks. One per session of the server, or `restart`."""
 
-    def __init__(self, start: int, register: Callable[[Relation], int], spool: Spool, *, budget: int = BUDGET) -> None:
-        """Transactions that end at or before `start` are dropped. `register` gives a relation's id."""
+    def __init__(
+        self,
+        start: int,
+        register: Callable[[Relation], int],
+        spool: Spool,
+        *,
+        budget: int = BUDGET,
+        hear: Callable[[bytes, int], None] | None = None,
+    ) -> None:
+        """Transactions that end at or before `start` are dropped. `register` gives a relation's id.
+
+        `hear` is given the messages that describe altered tables, in their place, with their commit position; they
+        are no rows.
+        """
         self.received = start
         """Everything that ends at or before this position has come out of `feed`."""
         self.keepalives: list[wire.Keepalive] = []
@@ -89,6 +101,7 @@ class Assembler:
         self._register = register
         self._spool = spool
         self._budget = budget
+        self._hear = hear or (lambda _message, _position: None)
         self._open: _Open | None = None
         self._parts: list[pa.RecordBatch] = []
         self._held_bytes = 0
@@ -122,8 +135,9 @@ class Assembler:
             raise ProtocolError(f"the server sent a message of an unknown kind {chr(frames.tag[kind == 0][0])!r}")
         alone, heartbeat = _messages_outside(frames)
         transactions = self._transactions(frames, alone)
-        row_message, oid = row_messages(frames, (kind == _ROW) & ~heartbeat)
-        relation = self._map_relations(frames, row_message, oid)
+        ddl = _messages_of_ddl(frames)
+        row_message, oid = row_messages(frames, (kind == _ROW) & ~heartbeat & ~ddl)
+        relation = self._map_relations(frames, row_message, oid, transactions, ddl)
         rows, of = self._build(frames, transactions, row_message, relation)
         yield from self._emit(frames, transactions, rows, of)
 
@@ -176,11 +190,17 @@ class Assembler:
 
     # -- rows --------------------------------------------------------------------------------
 
-    def _map_relations(self, frames: Frames, row_message: Ints, oid: Ints) -> npt.NDArray[np.int32]:
+    def _map_relations(
+        self, frames: Frames, row_message: Ints, oid: Ints, found: _Transactions, ddl: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.int32]:
         """The registered id of each row's relation, as described by the messages before that row."""
         relation = np.zeros(len(oid), dtype=np.int32)
         done = 0
-        for described in np.flatnonzero(frames.tag == wire.RELATION).tolist():
+        for described in np.flatnonzero((frames.tag == wire.RELATION) | ddl).tolist():
+            if ddl[described]:
+                inside = int(np.searchsorted(found.first_message, described, side="right")) - 1
+                self._hear(frames.payload(described), int(found.commit_position[inside]))
+                continue
             upto = int(np.searchsorted(row_message, described))
             relation[done:upto] = self._lookup(oid[done:upto])
             done = upto
@@ -306,6 +326,14 @@ def _messages_outside(frames: Frames) -> tuple[npt.NDArray[np.bool_], npt.NDArra
         for index in np.flatnonzero(alone).tolist():
             heartbeat[index] = frames.is_heartbeat(index)
     return alone, heartbeat
+
+
+def _messages_of_ddl(frames: Frames) -> npt.NDArray[np.bool_]:
+    """Which messages the event trigger has written."""
+    found: npt.NDArray[np.bool_] = frames.tag == wire.MESSAGE
+    for index in np.flatnonzero(found).tolist():
+        found[index] = frames.is_ddl(index)
+    return found
 
 
 def _check_order(found: _Transactions) -> None:

@@ -73,23 +73,23 @@ _PARTITIONS = """
     JOIN pg_namespace pn ON pn.oid = pc.relnamespace
     WHERE tree.isleaf AND pc.oid <> c.oid"""
 
-_TABLES = f"""
-    SELECT c.oid::int8, n.nspname, c.relname, c.relkind, c.relpersistence, c.relreplident,
+_FIELDS = f"""c.oid::int8, n.nspname, c.relname, c.relkind, c.relpersistence, c.relreplident,
         c.relrowsecurity, pg_has_role(c.relowner, 'USAGE'), has_table_privilege(c.oid, 'SELECT'),
         n.nspname ~ '^pg_' OR n.nspname = 'information_schema',
         ARRAY(SELECT a::oid::int8 FROM pg_partition_ancestors(c.oid) a WHERE a <> c.oid),
         ({_COLUMNS}), ({_INDEXES.format(relation="c.oid")}),
         CASE WHEN c.relkind = 'p' THEN ({_PARTITIONS.format(indexes=_INDEXES.format(relation="pc.oid"))}) END,
-        {{listed}}
-    FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-    WHERE c.relkind IN ('r', 'p', 'v', 'm', 'f') AND {{condition}}
+        {{listed}}"""
+
+_FROM = """FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+    WHERE c.relkind IN ('r', 'p', 'v', 'm', 'f') AND {condition}
     ORDER BY n.nspname COLLATE "C", c.relname COLLATE "C\""""
 
 _BY_PATTERN = """EXISTS (SELECT FROM unnest(%(schemas)s::text[], %(names)s::text[]) p(s, t)
     WHERE n.nspname LIKE p.s AND c.relname LIKE p.t)"""
 
 _COLUMN_LIST = """(SELECT pr.prattrs::int2[] FROM pg_publication_rel pr JOIN pg_publication p ON p.oid = pr.prpubid
-    WHERE pr.prrelid = c.oid AND p.pubname = ANY (%(publications)s) LIMIT 1)"""
+    WHERE pr.prrelid = c.oid AND p.pubname = ANY ({publications}) LIMIT 1)"""
 
 
 @dataclass(frozen=True)
@@ -165,13 +165,17 @@ def relations(conn: Connection, patterns: Sequence[str]) -> list[Relation]:
     return [table.relation for table in select(conn, patterns).tables]
 
 
-def enrich(conn: Connection, relation: Relation, publications: Sequence[str] = ()) -> Relation:
+def enrich(
+    conn: Connection, relation: Relation, publications: Sequence[str] = (), before: Relation | None = None
+) -> Relation:
     """Add to a relation as the log described it what only the catalog knows.
 
     `publications` are those the log was read through; their column lists say which columns it can
     have. The result has `enriched=True` only if name, identity and published columns (order, names,
-    types, key flags) are still what the log said. Otherwise the table has changed since, and the
-    log's own facts are returned, with the flagged columns as key.
+    types, key flags) are still what the log said. Otherwise the table has changed since: then `before`,
+    what was last known of it, is returned if the log would say the same of it, and else the log's own
+    facts, with the flagged columns as key. Where whole rows are logged, which hides the key, it is the
+    one from before.
     """
     found = _read(
         conn,
@@ -181,9 +185,14 @@ def enrich(conn: Connection, relation: Relation, publications: Sequence[str] = (
     )
     known = found[0].relation if found else None
     if known is None or _said(known) != _said(relation):
+        if before is not None and _said(before) == _said(relation):
+            return before
         flagged = tuple(column.name for column in relation.columns if column.key)
+        primary: tuple[str, ...] = ()
+        if relation.identity == "f" and before is not None and before.primary_key:
+            primary = before.primary_key if set(before.primary_key) <= set(flagged) else ()
         encoding = value_encoding(conn.pgconn)
-        return replace(relation, key=flagged, primary_key=(), enriched=False, encoding=encoding)
+        return replace(relation, key=primary or flagged, primary_key=primary, enriched=False, encoding=encoding)
     return replace(known, enriched=True)
 
 
@@ -197,6 +206,22 @@ def tables_by_oid(conn: Connection, oids: Sequence[int], publications: Sequence[
     )
 
 
+def described_as_json(condition: str, publications: str, server_version: int) -> str:
+    """A query that gives tables as texts, for `table_of_json`. `publications` is an array of names, in SQL."""
+    listed = _COLUMN_LIST.format(publications=publications) if server_version >= 150000 else "NULL"
+    return f"SELECT json_build_array({_FIELDS.format(listed=listed)})::text {_FROM.format(condition=condition)}"
+
+
+def table_of_json(row: Sequence[Any], server_version: int, encoding: str) -> Table:
+    """The table that a text of `described_as_json` is about."""
+    return _table(tuple(row), server_version, encoding)
+
+
+def is_same(one: Relation, other: Relation) -> bool:
+    """Whether a log would describe both alike."""
+    return _said(one) == _said(other)
+
+
 def _said(relation: Relation) -> tuple[object, ...]:
     """What a log and a catalog can both say of a table."""
     columns = tuple((column.name, column.type_oid, column.type_mod, column.key) for column in relation.columns)
@@ -206,7 +231,8 @@ def _said(relation: Relation) -> tuple[object, ...]:
 def _read(
     conn: Connection, *, condition: str, parameters: Mapping[str, Any], column_lists: bool = False
 ) -> list[Table]:
-    query = _TABLES.format(condition=condition, listed=_COLUMN_LIST if column_lists else "NULL")
+    listed = _COLUMN_LIST.format(publications="%(publications)s") if column_lists else "NULL"
+    query = f"SELECT {_FIELDS.format(listed=listed)} {_FROM.format(condition=condition)}"
     with translated("reading the catalog"):
         rows = conn.execute(query.encode(), parameters).fetchall()
     encoding = value_encoding(conn.pgconn)

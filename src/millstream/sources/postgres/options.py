@@ -122,6 +122,11 @@ class PostgresOptions(_Keys):
         "any", description="`none` leaves out changes that were themselves replicated to the source. Needs Postgres 16."
     )
     messages: bool = Field(True, description="Whether logical messages (pg_logical_emit_message) are captured.")
+    ddl_trigger: bool = Field(
+        False,
+        description="Install an event trigger on the source that writes what an ALTER TABLE made of a captured table "
+        "into the log: then a capture that is behind knows it as well as one that is not. Needs a superuser.",
+    )
     catch_up: Literal["auto", "streaming"] = Field(
         "auto",
         description="`auto` reads the log in bulk, through a temporary copy of the slot, while capture is far behind. "
@@ -198,6 +203,16 @@ class PostgresOptions(_Keys):
         if self.protocol > 1:
             chosen |= {"proto_version": str(self.protocol), "streaming": "parallel" if self.protocol > 3 else "on"}
         return chosen
+
+    @model_validator(mode="after")
+    def _hear_the_trigger(self) -> Self:
+        if self.ddl_trigger and not self.messages:
+            raise PydanticCustomError(
+                "messages_needed", "ddl_trigger writes logical messages: leave messages out, or set it to true"
+            )
+        if self.ddl_trigger and self.protocol != 1:
+            raise PydanticCustomError("protocol_of_trigger", "ddl_trigger is for protocol 1 only: leave protocol out")
+        return self
 
     @model_validator(mode="after")
     def _ask_before_pushing(self) -> Self:

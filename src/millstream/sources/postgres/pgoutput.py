@@ -47,6 +47,9 @@ DATA: Final = ord("w")
 HEARTBEAT_PREFIX: Final = "millstream.heartbeat"
 """Prefix of the logical messages that Millstream itself writes, to move the log of an idle source."""
 
+DDL_PREFIX: Final = "millstream.ddl."
+"""Prefix of those that the event trigger writes (`ddl_trigger`); a slot's name follows."""
+
 UNIX_OF_2000_US: Final = 946_684_800_000_000
 """Postgres counts microseconds from 2000-01-01; this is that day in Unix microseconds."""
 
@@ -60,6 +63,7 @@ _STREAM_COMMIT = struct.Struct(">cIBqqq")
 _STREAM_ABORT = struct.Struct(">cII")
 _XID_BYTES = 4
 _HEARTBEAT = HEARTBEAT_PREFIX.encode() + b"\0"
+_DDL = DDL_PREFIX.encode()
 _MESSAGE_PREFIX_AT = 10  # tag, flags, lsn
 
 
@@ -146,6 +150,10 @@ class Frames:
     def is_heartbeat(self, index: int) -> bool:
         """Whether a logical message is one of Millstream's own."""
         return self.raw.startswith(_HEARTBEAT, int(self.at[index]) + _MESSAGE_PREFIX_AT)
+
+    def is_ddl(self, index: int) -> bool:
+        """Whether a logical message describes a table that was altered."""
+        return self.raw.startswith(_DDL, int(self.at[index]) + _MESSAGE_PREFIX_AT)
 
 
 def frame(messages: Sequence[bytes | memoryview], sizes: Sequence[int]) -> Frames:

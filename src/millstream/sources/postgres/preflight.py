@@ -66,6 +66,13 @@ def _all_findings(conn: Connection, spec: SourceSpec, options: PostgresOptions) 
     yield _chosen(selection)
     for table in selection.tables:
         yield from _table_findings(table, server)
+    if options.ddl_trigger and not server.superuser:
+        yield Finding(
+            "ddl_trigger",
+            Severity.WARNING,
+            "only a superuser, or who your provider allows it, can create the event trigger that ddl_trigger asks for",
+            "ALTER ROLE ... SUPERUSER, or leave ddl_trigger out",
+        )
     if options.wire == "binary":
         yield from _wire_findings(server, selection)
     yield from identity_findings(selection.tables)

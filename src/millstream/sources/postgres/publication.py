@@ -96,7 +96,7 @@ def _sync(
         _refuse_errors(selection)
         before = read_publications(conn, options.publications)
         if not first_start:
-            _refuse_drift(conn, before, options)
+            _refuse_drift(conn, before, options, patterns)
         wanted = wanted_members(selection, options)
         statements = plan_statements(before, wanted, options, conn.info.server_version)
         _refuse_foreign(before, statements)
@@ -116,13 +116,15 @@ def _sync(
     )
 
 
-def watch_publications(conn: Connection, options: PostgresOptions, expected: Mapping[str, Publication]) -> list[str]:
-    """Look whether the publications are still as they were left; called once a minute.
+def watch_publications(
+    conn: Connection, options: PostgresOptions, expected: Mapping[str, Publication], patterns: Sequence[str] = ()
+) -> list[str]:
+    """Look whether the publications, and the names of their tables, are still as they were left; once a minute.
 
     A table that lost its identity makes the application's updates fail: it is moved to the
     insert-only publication at once, and reported. Any reason returned must halt the source.
     """
-    reasons = check_drift(conn, expected)
+    reasons = check_drift(conn, expected) or renamed_away(conn, expected, patterns)
     if reasons:
         return reasons
     members = {member.table: member for member in expected[options.publication].members}
@@ -255,7 +257,34 @@ def _refuse_errors(selection: Selection) -> None:
         raise PreflightError("the patterns in `tables` name no table that can be captured")
 
 
-def _refuse_drift(conn: Connection, before: Mapping[str, Publication], options: PostgresOptions) -> None:
+def renamed_away(conn: Connection, expected: Mapping[str, Publication], patterns: Sequence[str]) -> list[str]:
+    """Tables that have another name now, so that the patterns mean others, or fewer. One sentence each.
+
+    A publication goes with the table and not with its name: what is called so now may never have been in the log.
+    """
+    names = {
+        m.table: m.title
+        for publication in read_publications(conn, list(expected)).values()
+        for m in publication.members
+    }
+    before = {m.table: m.title for publication in expected.values() for m in publication.members}
+    moved = {oid: was for oid, was in before.items() if names.get(oid, was) != was}
+    if not moved or not patterns:
+        return []
+    meant = {table.relation.table: table.relation.oid for table in select(conn, patterns).tables}
+    reasons = []
+    for oid, was in moved.items():
+        said = f"table {was} is called {names[oid]} now"
+        if meant.get(was, oid) not in names:
+            reasons.append(f"{said}, and another one is called {was}, whose changes were not captured")
+        elif names[oid] not in meant:
+            reasons.append(f"{said}, which `tables` does not name")
+    return reasons
+
+
+def _refuse_drift(
+    conn: Connection, before: Mapping[str, Publication], options: PostgresOptions, patterns: Sequence[str]
+) -> None:
     missing = [name for name in options.publications if name not in before]
     if missing:
         raise SourceHalted(
@@ -265,6 +294,7 @@ def _refuse_drift(conn: Connection, before: Mapping[str, Publication], options: 
     left = [publication.left for publication in before.values() if publication.left is not None]
     gone = gone_tables(conn, [member for publication in left for member in publication.members])
     reasons = [said for publication in left for said in drift(publication, before[publication.name], gone)]
+    reasons = reasons or renamed_away(conn, {publication.name: publication for publication in left}, patterns)
     if reasons:
         raise drift_error(reasons, options)
 

@@ -1,4 +1,4 @@
-"""Taking back what capture made on a source: the slot, which would hold log for ever, and the publications."""
+"""Taking back what capture made on a source: the slot, which would hold log for ever, the publications, a trigger."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from psycopg import sql
 
 from millstream.errors import SourceUnavailable
 from millstream.model import SourceSpec
+from millstream.sources.postgres import ddl_trigger
 from millstream.sources.postgres.connection import connect, translated
 from millstream.sources.postgres.membership import read_publications
 from millstream.sources.postgres.options import PostgresOptions
@@ -19,7 +20,7 @@ PATIENCE = 10.0
 
 
 def remove(spec: SourceSpec) -> None:
-    """Drop the slot and those publications that Millstream made. What is not there is not missed.
+    """Drop the slot, the DDL trigger and those publications that Millstream made. What is not there is not missed.
 
     Raises SourceUnavailable when the server cannot be reached, or somebody still reads from the slot.
     """
@@ -34,6 +35,7 @@ def remove(spec: SourceSpec) -> None:
                 if time.monotonic() >= deadline:
                     raise
                 pause.wait(0.1)
+        ddl_trigger.remove(conn, options)
         for publication in read_publications(conn, options.publications).values():
             if publication.ours and publication.owned:
                 with translated("dropping a publication"):

@@ -14,7 +14,7 @@ from psycopg.pq.abc import PGconn
 from millstream.model import Json, Relation, SourceSpec
 from millstream.observe import Event, Level
 from millstream.sources.base import Block, Finding, Registrar, Severity, SourceIdentity
-from millstream.sources.postgres import catalog
+from millstream.sources.postgres import catalog, ddl_trigger
 from millstream.sources.postgres.assemble import Assembler
 from millstream.sources.postgres.checks import build_identity, check_before_start
 from millstream.sources.postgres.connection import (
@@ -67,6 +67,10 @@ class PostgresSource:
         self._reading: Reading | None = None
         self._identity: SourceIdentity | None = None
         self._published: Mapping[str, Publication] | None = None
+        self._told: dict[int, Relation] = {}
+        """By number of the table what the trigger last told of it,"""
+        self._known: dict[int, Relation] = {}
+        """and what was last known of it at all."""
         self._acked = 0
         self._status: Json = {}
         self._status_at = float("-inf")
@@ -97,6 +101,7 @@ class PostgresSource:
         start = ensure_slot(
             control, stream, self._options, publications_created=plan.created, on_wait=self._waits
         ).consistent_point
+        self._keep_trigger(control, changed=True)
         identity = build_identity(control, stream, self._options, plan.publications, start)
         return replace(identity, start=start)
 
@@ -109,6 +114,25 @@ class PostgresSource:
             plan = sync_publications(control, self._spec.tables, self._options, first_start=False)
             self._warn(plan.findings)
             self._published = plan.publications
+            self._keep_trigger(control, changed=bool(plan.statements))
+
+    def recall(self, descriptions: Sequence[Relation], end: int) -> None:
+        """What the trigger has told up to the journal's end; of other tables the catalog is asked."""
+        self._known = {one.oid: one for one in descriptions if one.enriched}
+        told = (one for one in descriptions if one.told_at is not None and one.told_at < end)
+        self._told = {one.oid: one for one in told if self._options.ddl_trigger}
+
+    def _keep_trigger(self, control: Connection, *, changed: bool) -> None:
+        """Install the trigger if that is asked for; else see to it that there is none."""
+        if not self._options.ddl_trigger:
+            ddl_trigger.remove(control, self._options)
+            return
+        installed = ddl_trigger.is_installed(control, self._options)
+        if not installed:
+            # What happened without it was not told.
+            self._told.clear()
+        if changed or not installed:
+            ddl_trigger.install(control, self._options)
 
     # -- capture -----------------------------------------------------------------------------
 
@@ -117,13 +141,25 @@ class PostgresSource:
         control, stream = self._connections()
 
         def describe(relation: Relation) -> int:
-            described = catalog.enrich(control, relation, self._options.publications)
+            described = self._told.get(relation.oid)
+            if described is None or not catalog.is_same(described, relation):
+                before = self._known.get(relation.oid)
+                described = catalog.enrich(control, relation, self._options.publications, before)
+            if described.enriched:
+                self._known[relation.oid] = described
             described = replace(described, types=self._options.types.chosen)
             check_wire(described, self._options.wire, control.info.server_version)
             return register(described)
 
+        def hear(message: bytes, position: int) -> None:
+            told = ddl_trigger.told(message, control, self._options)
+            if told is not None:
+                self._told[told.oid] = replace(told, types=self._options.types.chosen, told_at=position)
+                # Into the journal, so that it is known after a restart as well.
+                register(self._told[told.oid])
+
         kind = Assembler if self._options.protocol == 1 else StreamedAssembler
-        assembler = kind(start, describe, Spool(self._work))
+        assembler = kind(start, describe, Spool(self._work), hear=hear)
         self._reading = reading = Reading(
             self._options,
             assembler,
@@ -229,7 +265,7 @@ class PostgresSource:
         if now - self._watched_at < WATCH_SECONDS or self._published is None:
             return
         self._watched_at = now
-        reasons = watch_publications(control, self._options, self._published)
+        reasons = watch_publications(control, self._options, self._published, self._spec.tables)
         if reasons:
             raise drift_error(reasons, self._options)
 

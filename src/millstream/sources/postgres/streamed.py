@@ -113,8 +113,16 @@ class _Open:
 class StreamedAssembler(Assembler):
     """An `Assembler` for protocols in which transactions can come before they commit."""
 
-    def __init__(self, start: int, register: Callable[[Relation], int], spool: Spool, *, budget: int = BUDGET) -> None:
-        super().__init__(start, register, spool, budget=budget)
+    def __init__(
+        self,
+        start: int,
+        register: Callable[[Relation], int],
+        spool: Spool,
+        *,
+        budget: int = BUDGET,
+        hear: Callable[[bytes, int], None] | None = None,
+    ) -> None:
+        super().__init__(start, register, spool, budget=budget, hear=hear)
         self._streams: dict[int, _Open] = {}
         self._current: _Open | None = None
         self._reached = start

@@ -68,6 +68,9 @@ class ScriptedSource:
         if end > Steps(self._path).end:
             raise SourceHalted(f"the script ends before {end}: it is not the one that was captured")
 
+    def recall(self, descriptions: Sequence[Relation], end: int) -> None:
+        """A script says everything of its tables each time."""
+
     def capture(self, start: int, register: Registrar) -> Iterator[Block]:
         steps, player = Steps(self._path), _Player(self._spec, self._path, register)
         while True:

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from millstream.changelog import BEFORE, schema
 from millstream.latest import SEQ, whole
 from millstream.model import Relation
+from millstream.targets.deltas.evolving import described
 from millstream.targets.deltas.history import history_schema, past_rows, versions_to_write, was_written, write_history
 from millstream.targets.deltas.mirror import has_newer, mirror_schema, mirrored, rows_to_write, write_mirror
 from millstream.targets.deltas.tables import Handle, lake_schema
@@ -81,7 +82,7 @@ class ChangelogForm:
     keyed = False
 
     def schema(self, relation: Relation) -> pa.Schema:
-        return lake_schema(logged(schema(relation).empty_table()).schema)
+        return lake_schema(described(logged(schema(relation).empty_table()).schema, relation, mirror=False))
 
     def baseline(self, relation: Relation, rows: pa.Table) -> pa.Table:
         return logged(rows).cast(self.schema(relation))

@@ -20,7 +20,7 @@ from millstream.failpoint import failpoint
 from millstream.latest import SEQ, latest, one_letter, special_maps, special_texts, whole, whole_numbers
 from millstream.model import Op, Relation
 from millstream.sources.decoders import decoded_schema
-from millstream.targets.deltas.evolving import numbered
+from millstream.targets.deltas.evolving import described
 from millstream.targets.deltas.mirror import completed, missing_values, quoted, refuse_keyless, rows_under, widened
 from millstream.targets.deltas.partitions import refuse_homeless_keys
 from millstream.targets.deltas.tables import Handle, lake_schema
@@ -47,7 +47,7 @@ def history_schema(relation: Relation) -> pa.Schema:
         pa.field(END_POSITION, pa.string()),
         pa.field(SPECIAL, pa.map_(pa.string(), pa.string())),
     ]
-    return pa.schema([*numbered(decoded_schema(exposed(relation)), relation), *own])
+    return pa.schema([*described(decoded_schema(exposed(relation)), relation, mirror=True), *own])
 
 
 def refuse_names(relation: Relation) -> None:

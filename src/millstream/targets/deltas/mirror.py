@@ -19,7 +19,7 @@ from millstream.errors import MissingBase, TargetRefused
 from millstream.latest import SEQ, Bools, Latest, latest, one_letter, special_maps, special_texts, whole, whole_numbers
 from millstream.model import Op, Relation
 from millstream.sources.decoders import decoded_schema
-from millstream.targets.deltas.evolving import numbered
+from millstream.targets.deltas.evolving import described
 from millstream.targets.deltas.partitions import refuse_homeless_keys
 from millstream.targets.deltas.tables import Handle, lake_schema
 from millstream.targets.lanes.tables import SPECIAL, mirror_key
@@ -35,7 +35,7 @@ _PLACE = "_ms_place"
 def mirror_schema(relation: Relation, *, soft: bool) -> pa.Schema:
     """The columns of a mirror: the source's, the version, and `_ms_deleted` where deleted rows stay."""
     own = [pa.field(SEQ, pa.int64()), *([pa.field("_ms_deleted", pa.bool_())] if soft else [])]
-    columns = numbered(decoded_schema(exposed(relation)), relation)
+    columns = described(decoded_schema(exposed(relation)), relation, mirror=True)
     return pa.schema([*columns, *own, pa.field(SPECIAL, pa.map_(pa.string(), pa.string()))])
 
 

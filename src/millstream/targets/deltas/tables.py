@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,9 @@ from millstream.changelog import END_POSITION
 from millstream.errors import TargetRefused
 from millstream.failpoint import failpoint
 from millstream.targets.constants import Constant
-from millstream.targets.deltas.evolving import rewriting
+from millstream.targets.deltas.evolving import fits, outdated, rewriting
 from millstream.targets.deltas.partitions import check_partitions, housed
+from millstream.targets.retyping import CannotFollow
 
 if TYPE_CHECKING:
     import pyarrow.dataset as ds
@@ -30,7 +32,7 @@ KEEP_HOURS = 24 * 7
 
 BASELINE = {"millstream": "baseline"}
 """What commits of a baseline say of themselves."""
-_ASIDE = ("OPTIMIZE", "VACUUM START", "VACUUM END", "ADD COLUMN")
+_ASIDE = ("OPTIMIZE", "VACUUM START", "VACUUM END", "ADD COLUMN", "UPDATE FIELD METADATA")
 """Commits that change no row."""
 
 _NOT_IN_NAMES = re.compile(r"[ ,;{}()\n\t=]")
@@ -59,14 +61,14 @@ def open_table(
     wanted: pa.Schema,
     owner: str,
     partition_by: Sequence[str] = (),
-    constant: Mapping[str, Constant] | None = None,
+    following: Following | None = None,
     *,
     write: str,
 ) -> Handle:
     """The table, with at least these columns. Raises TargetRefused when it cannot hold them, or is not `owner`'s.
 
-    Rows that are there have `constant` in columns that come new; None of it: columns follow no names, either.
-    `write` is the form that the table has.
+    `following` says how it follows the source's; None: it only gets the columns that it lacks. `write` is the form that
+    the table has.
     """
     from deltalake import DeltaTable
 
@@ -102,10 +104,23 @@ def open_table(
             f"{', '.join(partition_by) or 'nothing'}",
             hint="a table keeps its partitions: write partition_by as it was, or give the stream a new target",
         )
-    if constant is not None and handle.follow(table, wanted, constant):
+    if following is not None and handle.follow(table, wanted, following):
         handle = Handle(DeltaTable(str(path)))
     handle.complete(table, wanted)
     return handle
+
+
+@dataclass(frozen=True)
+class Following:
+    """How a table follows the source's columns."""
+
+    stream: str
+    constant: Mapping[str, Constant] | None
+    """What rows that are there have in columns that come new; None: columns follow no names, either."""
+    drops: bool = False
+    """Whether columns go that the source has no more."""
+    renewing: bool = False
+    """Whether all rows are about to be replaced: then columns may become what they like."""
 
 
 class Handle:
@@ -166,14 +181,16 @@ class Handle:
         there = self.schema()
         missing = [field for field in wanted if field.name not in there.names]
         for field in wanted:
-            if field.name in there.names and not _fits(field.type, there.field(field.name).type):
-                raise TargetRefused(
+            if field.name in there.names and not fits(field.type, there.field(field.name).type):
+                raise CannotFollow(
                     f"{table}: column {field.name} is {there.field(field.name).type} in the Delta table, and "
                     f"{field.type} now",
                     hint="give the stream a new target, which begins with the new type",
                 )
         if missing:
             self._table.alter.add_columns(Schema.from_arrow(pa.schema(missing)).fields)
+        for name, said in outdated(there, wanted).items():
+            self._table.alter.set_column_metadata(name, said)
 
     def twin(self, path: Path) -> Handle:
         """An empty table with the columns, partitions and constraints of this one."""
@@ -186,16 +203,33 @@ class Handle:
             made.alter.add_constraint({name.removeprefix(prefix): text or ""})
         return Handle(DeltaTable(str(path)))
 
-    def follow(self, table: str, wanted: pa.Schema, constant: Mapping[str, Constant]) -> bool:
-        """Bring the columns to the names and the rows to the constants of the source, in one commit, if need be."""
-        from deltalake import CommitProperties, write_deltalake
-
+    def follow(self, table: str, wanted: pa.Schema, how: Following) -> bool:
+        """Bring the columns to the names and types, and the rows to the constants of the source, if need be."""
         there = self.schema()
-        plan = rewriting(table, there, wanted, constant)
+        try:
+            plan = rewriting(how.stream, table, there, wanted, how.constant, drops=how.drops)
+            misfit = any(
+                not fits(field.type, there.field(field.name).type)
+                for field in wanted
+                if field.name in there.names and (plan is None or field.name not in plan.converted)
+            )
+        except CannotFollow:
+            if not how.renewing:
+                raise
+            misfit, plan = True, None
+        if misfit and how.renewing:
+            self._write_anew(pa.RecordBatchReader.from_batches(wanted, []))
+            return True
         if plan is None:
             return False
         schema, found = plan.schema(there), self._table.to_pyarrow_dataset().to_batches()
-        rows = pa.RecordBatchReader.from_batches(schema, (plan.rewritten(batch, schema) for batch in found))
+        self._write_anew(pa.RecordBatchReader.from_batches(schema, (plan.rewritten(batch, schema) for batch in found)))
+        return True
+
+    def _write_anew(self, rows: pa.RecordBatchReader) -> None:
+        """One commit with these columns and rows in the place of all that there are."""
+        from deltalake import CommitProperties, write_deltalake
+
         write_deltalake(
             self._table,
             rows,
@@ -205,7 +239,6 @@ class Handle:
             commit_properties=CommitProperties(max_commit_retries=0),
         )
         failpoint("delta.columns_rewritten")
-        return True
 
     def append(self, rows: pa.Table, said: CommitProperties, *, overwrite: bool = False) -> None:
         """Add rows, or put them in place of all that there are."""
@@ -214,7 +247,9 @@ class Handle:
         there, rows = self.schema(), housed(rows, self.partitions())
         # Columns that came later stand last; those that the source no longer has are NULL.
         columns = {
-            field.name: rows[field.name] if field.name in rows.column_names else pa.nulls(rows.num_rows, field.type)
+            field.name: rows[field.name].cast(field.type)
+            if field.name in rows.column_names
+            else pa.nulls(rows.num_rows, field.type)
             for field in there
         }
         write_deltalake(
@@ -280,12 +315,3 @@ class Handle:
         """Write small files together, and remove those that no version of the last days needs."""
         self._table.optimize.compact()
         self._table.vacuum(KEEP_HOURS, dry_run=False)
-
-
-def _fits(wanted: pa.DataType, there: pa.DataType) -> bool:
-    return _plain(wanted) == _plain(there)
-
-
-def _plain(kind: pa.DataType) -> str:
-    """The type without what Delta does not tell: names inside lists, large or small offsets, views."""
-    return re.sub(r"large_|_view|<(item|element|entries|key_value): | not null|, keys_sorted", "", str(kind))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -17,13 +18,13 @@ from millstream.latest import SEQ
 from millstream.model import Relation
 from millstream.targets.base import Correction, TargetContext
 from millstream.targets.constants import constants
-from millstream.targets.deltas.evolving import refuse_other_names
+from millstream.targets.deltas.evolving import refuse_other_names, with_key
 from millstream.targets.deltas.forms import Form, Write
 from millstream.targets.deltas.marks import app_of, commit, owner_of
 from millstream.targets.deltas.misfits import misfits, row_error
 from millstream.targets.deltas.partitions import refuse_homeless_keys
 from millstream.targets.deltas.reading import correct_mirror, table_path
-from millstream.targets.deltas.tables import Handle, open_table
+from millstream.targets.deltas.tables import Following, Handle, open_table
 from millstream.targets.lanes.runs import Run
 from millstream.targets.lanes.tables import mirror_key
 from millstream.targets.rejects import Reject, reject
@@ -53,6 +54,10 @@ class Place(Protocol):
     @property
     def compact_files(self) -> int: ...
 
+    @property
+    def drops(self) -> bool:
+        """Whether columns go that the source has no more."""
+
     def partitions(self, relation: Relation) -> list[str]: ...
 
 
@@ -61,12 +66,17 @@ class Writer:
 
     def __init__(self, place: Place, relation: Relation) -> None:
         self._form, self._write = place.form, place.write
-        self._owner = owner_of(place.context)
+        self._owner, self._stream, self._drops = owner_of(place.context), place.context.stream, place.drops
         self.app = app_of(place.context)
         self._path = table_path(place.root, relation)
         self.name = self._path.name
         self._partition_by = place.partitions(relation)
         self._compact_files = place.compact_files
+
+    def keyed(self, run: Run) -> Run:
+        """The run with the key by which the table's rows are told, where its description does not say it."""
+        there = Handle.existing(self._path) if self._form.keyed and not run.relation.enriched else None
+        return run if there is None else replace(run, relation=with_key(run.relation, there.schema()))
 
     def write_changes(self, run: Run) -> None:
         """The changes of a run that the table does not have yet, in commits that say so."""
@@ -87,7 +97,8 @@ class Writer:
 
     def rejects(self, run: Run, scratch: Path, *, baseline: bool) -> list[Reject]:
         """The changes of a run that the table does not take, of those that it does not have yet."""
-        table = self._open(run.relation, self.schema_of(run.relation), follow=False)
+        run = run if baseline else self.keyed(run)
+        table = self._open(run.relation, self.schema_of(run.relation), None)
         changes = run.changes if baseline else self._not_done(table, run.changes)
         form, about = self._form, run.relation
         rows = form.baseline(about, changes) if baseline else form.rows(table, about, changes)
@@ -141,7 +152,7 @@ class Writer:
                 self._check(run.relation, table, rows)
                 table.append(rows, self.said(seq if last else None, baseline=True), overwrite=first)
 
-            self.attempt(wanted, run.relation, commit)
+            self.attempt(wanted, run.relation, commit, renewing=number == 0)
             failpoint("delta.baseline_part_committed")
 
     def _clear(self, relation: Relation, seq: int) -> None:
@@ -178,13 +189,20 @@ class Writer:
         """What a commit says: how far the table is then, in the words of an application."""
         return commit(app or self.app, seq, baseline=baseline)
 
-    def attempt(self, wanted: pa.Schema, relation: Relation, commit: Callable[[Handle], None]) -> None:
-        """Commit to the table, made or completed to have these columns; again if somebody else was faster."""
+    def attempt(
+        self, wanted: pa.Schema, relation: Relation, commit: Callable[[Handle], None], *, renewing: bool = False
+    ) -> None:
+        """Commit to the table, made or completed to have these columns; again if somebody else was faster.
+
+        `renewing`: the commit replaces all rows.
+        """
         from deltalake.exceptions import CommitFailedError, DeltaError
 
+        keyed = self._form.keyed
+        how = Following(self._stream, constants(relation) if keyed else None, keyed and self._drops, renewing)
         for _ in range(TRIES):
             try:
-                commit(self._open(relation, wanted, follow=self._form.keyed))
+                commit(self._open(relation, wanted, how))
                 return
             except CommitFailedError:
                 continue
@@ -196,8 +214,5 @@ class Writer:
                 ) from None
         raise TargetUnavailable(f"{relation.table}: others commit to the table all the time")
 
-    def _open(self, relation: Relation, wanted: pa.Schema, *, follow: bool) -> Handle:
-        constant = constants(relation) if follow else None
-        return open_table(
-            self._path, relation.table, wanted, self._owner, self._partition_by, constant, write=self._write
-        )
+    def _open(self, relation: Relation, wanted: pa.Schema, how: Following | None) -> Handle:
+        return open_table(self._path, relation.table, wanted, self._owner, self._partition_by, how, write=self._write)

@@ -19,11 +19,13 @@ from millstream.errors import NotSupported, TargetError, TargetRefused
 from millstream.model import Json, Relation
 from millstream.targets.base import KeptTable, Part, TargetContext
 from millstream.targets.constants import Constant
+from millstream.targets.retyping import HeldType
 
 SelfDatabase = TypeVar("SelfDatabase", bound="Database")
 
 Write = Literal["mirror", "changelog"]
 Deletes = Literal["hard", "soft"]
+Dropped = Literal["keep", "drop"]
 
 
 class LaneOptions(BaseModel):
@@ -38,6 +40,11 @@ class LaneOptions(BaseModel):
     deletes: Deletes = Field(
         "hard",
         description="In a mirror: `hard` removes the row, `soft` keeps it with `_ms_deleted` true.",
+    )
+    dropped: Dropped = Field(
+        "keep",
+        description="In a mirror: a column that the source has no more stays with what it had (`keep`), or goes "
+        "(`drop`).",
     )
 
 
@@ -164,6 +171,18 @@ class Database(ABC):
     def drop_column(self, table: str, name: str) -> None:
         """Remove a column and its values."""
         self.run(f"ALTER TABLE {table} DROP COLUMN {quoted(name)}")
+
+    def must_convert(self, wanted: str, there: str, was: HeldType, now: HeldType) -> bool:
+        """Whether a column has to be changed, since the source's has another type, which keeps its values."""
+        return not self.fits(wanted, there)
+
+    def convert_column(self, table: str, column: ColumnDef, there: str, was: HeldType, now: HeldType) -> None:
+        """Give a column another type, and its values the form that the source gave them."""
+        self.run(f"ALTER TABLE {table} ALTER COLUMN {quoted(column.name)} TYPE {column.type}")
+
+    @abstractmethod
+    def change_key(self, table: str, old: Sequence[str], new: Sequence[str]) -> None:
+        """Let rows be told by other columns, which are there, none of them NULL, and no two rows alike."""
 
     def ordered(self, tables: list[list[Part]]) -> list[list[Part]]:
         """The tables of a batch in the order in which they can be written."""

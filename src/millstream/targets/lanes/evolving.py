@@ -6,16 +6,46 @@ All of it is a part of the batch's transaction: it happens with the batch, or no
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from millstream.errors import TargetRefused
 from millstream.model import Relation
 from millstream.targets.base import TargetContext
-from millstream.targets.evolving import evolution, numbers, renamed_since
+from millstream.targets.evolving import Evolution, evolution, gone, numbers, renamed_since
 from millstream.targets.lanes.database import Database
+from millstream.targets.retyping import CannotFollow, HeldType, held_types, keeps_values, read_again
 
 _SEEN = "columns"
-"""Among what a connection knows: by owner and table, the numbers of the columns as it left them."""
+"""Among what a connection knows: by owner and table, what is written down of the columns as it left them."""
+_TYPES, _KEY = "types", "key"
+"""Beside the numbers, which have a dot in them."""
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What this stream and target has written down of a table's columns: the source's numbers, and its types."""
+
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    """Number to name."""
+    types: Mapping[str, HeldType] = field(default_factory=dict)
+    """By name what the source's column was when it was last written to."""
+    key: tuple[str, ...] = ()
+
+    def after(self, found: Evolution) -> Noted:
+        """The same when columns have been renamed and dropped."""
+        kept = {name: found.renamed.get(name, name) for name in self.types if name not in found.dropped}
+        return Noted(self.numbers, {now: self.types[name] for name, now in kept.items()}, self.key)
+
+    def text(self) -> str:
+        types = {name: each.to_json() for name, each in self.types.items()}
+        return json.dumps({**self.numbers, _TYPES: types, _KEY: list(self.key)}, sort_keys=True)
+
+    @classmethod
+    def parsed(cls, text: str) -> Noted:
+        found = json.loads(text)
+        types = {name: HeldType.from_json(each) for name, each in found.pop(_TYPES, {}).items()}
+        key = tuple(found.pop(_KEY, ()))
+        return cls(found, types, key)
 
 
 def refresh(db: Database, context: TargetContext) -> None:
@@ -30,27 +60,39 @@ def refresh(db: Database, context: TargetContext) -> None:
 
 
 def refuse_other_names(db: Database, relation: Relation, context: TargetContext) -> None:
-    """For a change that comes late: it cannot be written under names that are not the columns' any more."""
-    there, known = db.columns(relation), _known(db, relation, context)
-    if there and evolution(relation.table, known, numbers(relation), list(there), _plain(db)):
+    """For a change that comes late: it cannot be written under names or types that are not the columns' any more."""
+    there, known = db.columns(relation), noted(db, relation, context)
+    if not there:
+        return
+    now = held_types(relation)
+    retyped = [name for name, was in known.types.items() if name in now and not keeps_values(was, now[name])]
+    if retyped or evolution(relation.table, known.numbers, numbers(relation), list(there), _plain(db)):
         raise renamed_since(relation.table)
 
 
-def follow(db: Database, relation: Relation, context: TargetContext) -> None:
-    """Rename what has another name now, and remove what stands in the way of a column that took its name."""
-    there, known, wanted = db.columns(relation), _known(db, relation, context), numbers(relation)
-    if there is None or not known:
-        return
+def follow(db: Database, relation: Relation, context: TargetContext) -> Noted:
+    """Rename what has another name now, and remove what stands in the way of a column that took its name.
+
+    Where the target is to have no columns that the source has no more, those go, too. Returns what is noted of the
+    columns as they are then.
+    """
+    there, known, wanted = db.columns(relation), noted(db, relation, context), numbers(relation)
+    if there is None or not known.numbers:
+        return known
     table = db.table(relation)
-    found = evolution(relation.table, known, wanted, list(there), _plain(db))
-    if not found:
-        return
-    db.known.clear()
+    found = evolution(relation.table, known.numbers, wanted, list(there), _plain(db))
     key = _key(db, relation)
+    if db.options.dropped == "drop":
+        # One of the key goes when the rows are told by another one (`tables.prepare`), with the next ALTER.
+        left = gone(known.numbers, wanted, list(there), _plain(db))
+        found = found.without([name for name in left if name not in key])
+    if not found:
+        return known
+    db.known.clear()
     if lost := [name for name in found.dropped if name in key]:
-        raise TargetRefused(
-            f"{relation.table}: {lost[0]}, of the key, was dropped at the source, and is another column now",
-            hint="its rows cannot be told any more: start a new target",
+        raise CannotFollow(
+            f"{relation.table}: {lost[0]}, of the key, was dropped at the source: rows cannot be told by it any more",
+            hint=read_again(context.stream, relation.table),
         )
     for name in found.dropped:
         db.drop_column(table, name)
@@ -59,20 +101,19 @@ def follow(db: Database, relation: Relation, context: TargetContext) -> None:
         db.rename_column(table, old, f"_ms_renamed_{number}")
     for number, new in enumerate(found.renamed.values()):
         db.rename_column(table, f"_ms_renamed_{number}", new)
-    now = json.dumps([found.renamed.get(name, name) for name in key])
-    db.run(f"UPDATE {db.own('tables')} SET key = ? WHERE name = ?", (now, table))
+    note_key(db, relation, [found.renamed.get(name, name) for name in key])
+    return known.after(found)
 
 
-def remember(db: Database, relation: Relation, context: TargetContext) -> None:
-    """Write down which columns of the source the mirror's are; those that are gone there stay known."""
-    known, wanted = _known(db, relation, context), numbers(relation)
+def remember(db: Database, relation: Relation, context: TargetContext, known: Noted, key: tuple[str, ...]) -> None:
+    """Write down which columns of the source the target's are; those that are gone there stay known."""
+    wanted = numbers(relation) if db.options.write == "mirror" else {}
     held = set(wanted.values())
-    now = {**{number: name for number, name in known.items() if name not in held}, **wanted}
-    if not now:
-        return
-    columns, name, text = db.own("columns"), db.table(relation), json.dumps(now, sort_keys=True)
+    kept = {number: name for number, name in known.numbers.items() if name not in held}
+    text = Noted({**kept, **wanted}, {**known.types, **held_types(relation)}, key).text()
+    columns, name = db.own("columns"), db.table(relation)
     db.known.setdefault(_SEEN, {})[context.stream, context.target, name] = text
-    if now == known:
+    if db.rows(f"SELECT 1 FROM {columns} WHERE name = ? AND numbers = ?", (name, text)):
         return
     db.run(f"DELETE FROM {columns} WHERE name = ?", (name,))
     db.run(
@@ -81,13 +122,18 @@ def remember(db: Database, relation: Relation, context: TargetContext) -> None:
     )
 
 
-def _known(db: Database, relation: Relation, context: TargetContext) -> dict[str, str]:
-    """Number to name, as far as this stream and target has written it down."""
+def noted(db: Database, relation: Relation, context: TargetContext) -> Noted:
+    """As far as this stream and target has written it down."""
     found = db.rows(
         f"SELECT numbers FROM {db.own('columns')} WHERE name = ? AND stream = ? AND target = ?",
         (db.table(relation), context.stream, context.target),
     )
-    return dict(json.loads(found[0][0])) if found else {}
+    return Noted.parsed(found[0][0]) if found else Noted()
+
+
+def note_key(db: Database, relation: Relation, key: Sequence[str]) -> None:
+    """Write down by which columns the mirror's rows are told."""
+    db.run(f"UPDATE {db.own('tables')} SET key = ? WHERE name = ?", (json.dumps(list(key)), db.table(relation)))
 
 
 def _plain(db: Database) -> Callable[[str], str]:

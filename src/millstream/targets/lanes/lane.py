@@ -112,7 +112,8 @@ class SqlLane:
         tables = db.ordered(by_table(batch.parts))
         if mirrors and baseline:
             # Their rows are all of a table's: what is older goes, and rows for an empty table need no look at it.
-            empty = [clear(db, self._prepared(db, one[0]), batch.range.end, soft=soft) for one in tables]
+            prepared = (self._prepared(db, one[0], renewing=True) for one in tables)
+            empty = [clear(db, table, batch.range.end, soft=soft) for table in prepared]
         else:
             empty = [False] * len(tables)
         folds = mirrors and not baseline and isolating is None
@@ -120,24 +121,24 @@ class SqlLane:
             for number, run in coming:
                 if mirrors and run.relation_id == MESSAGES:
                     continue
-                prepared = self._prepared(db, run)
+                into = self._prepared(db, run)
                 if not mirrors:
-                    write: Callable[[pa.Table], None] = partial(write_changes, db, prepared)
+                    write: Callable[[pa.Table], None] = partial(write_changes, db, into)
                 elif empty[number]:
-                    write = partial(insert_rows, db, prepared, soft=soft)
+                    write = partial(insert_rows, db, into, soft=soft)
                 else:
-                    write = partial(write_run, db, prepared, soft=soft, found=run.latest)
+                    write = partial(write_run, db, into, soft=soft, found=run.latest)
                 if isolating is None:
                     write(run.changes)
                 else:
-                    isolating.write(run, prepared.key, write)
+                    isolating.write(run, into.key, write)
                 if mirrors and self.remembers:
-                    remember_removed(db, prepared, run, self.context)
+                    remember_removed(db, into, run, self.context)
         if isolating is not None:
             isolating.check()
 
-    def _prepared(self, db: Database, of: Part | Run) -> Prepared:
-        return prepare(db, of.relation, of.relation_id, self.context, self.options)
+    def _prepared(self, db: Database, of: Part | Run, *, renewing: bool = False) -> Prepared:
+        return prepare(db, of.relation, of.relation_id, self.context, self.options, renewing=renewing)
 
 
 def _all_runs(tables: Sequence[Sequence[Part]], *, folds: bool) -> Iterator[tuple[int, Run]]:

@@ -11,8 +11,9 @@ from millstream.errors import TargetRefused
 from millstream.model import Relation
 from millstream.targets.base import TargetContext
 from millstream.targets.constants import Constant, constants
-from millstream.targets.lanes.database import UNKNOWN, ColumnDef, Database, LaneOptions
-from millstream.targets.lanes.evolving import follow, remember
+from millstream.targets.lanes.database import UNKNOWN, ColumnDef, Database, LaneOptions, quoted
+from millstream.targets.lanes.evolving import Noted, follow, note_key, noted, remember
+from millstream.targets.retyping import CannotFollow, check_retyped, held_types, read_again
 
 SPECIAL = "_ms_special"
 
@@ -45,35 +46,90 @@ def mirror_key(relation: Relation) -> tuple[str, ...]:
 
 
 def prepare(
-    db: Database, relation: Relation, relation_id: int, context: TargetContext, options: LaneOptions
+    db: Database,
+    relation: Relation,
+    relation_id: int,
+    context: TargetContext,
+    options: LaneOptions,
+    *,
+    renewing: bool = False,
 ) -> Prepared:
-    """Make the table if it is missing, add what it lacks. Raises TargetRefused when it cannot hold the relation."""
+    """Make the table if it is missing, add what it lacks. Raises TargetRefused when it cannot hold the relation.
+
+    With `renewing` all rows are about to be replaced: a table of ours whose rows do not tell what became of them is
+    made anew.
+    """
     # A connection may serve several streams: what one of them may write is not another's.
     about = (relation, relation_id, context.stream, context.target, options.write, options.deletes)
     known = db.known.get(about)
     if isinstance(known, Prepared):
         return known
+    try:
+        prepared = _prepared(db, relation, relation_id, context, options)
+    except CannotFollow:
+        if not renewing or not _is_ours(db, relation, context):
+            raise
+        _forget(db, relation)
+        prepared = _prepared(db, relation, relation_id, context, options)
+    db.known[about] = prepared
+    return prepared
+
+
+def _prepared(
+    db: Database, relation: Relation, relation_id: int, context: TargetContext, options: LaneOptions
+) -> Prepared:
     names = [column.name for column in exposed(relation).columns]
     _refuse_twins(db, relation, names)
     wanted = [ColumnDef(name, kind) for name, kind in zip(names, db.types(relation), strict=True)]
-    key = _key(db, relation) if options.write == "mirror" else ()
-    own = _own_columns(db, options, wanted)
     mirrors = options.write == "mirror"
-    if mirrors:
-        follow(db, relation, context)
+    known = follow(db, relation, context) if mirrors else noted(db, relation, context)
+    key = _key(db, relation) if mirrors else ()
+    own = _own_columns(db, options, wanted)
     there = db.columns(relation)
-    ours = _settle_owner(db, relation, context, options, key, exists=there is not None)
+    had = _settle_owner(db, relation, context, options, key, exists=there is not None)
     if there is None:
         db.create(relation, [*wanted, *own], key)
     else:
-        wanted = _complete(db, relation, wanted, own, there, constants(relation) if mirrors and ours else {})
-    if mirrors:
-        remember(db, relation, context)
+        constant = constants(relation) if mirrors and had is not None else {}
+        wanted = _complete(db, relation, wanted, own, there, constant, known, context)
+        if had is not None and had != key:
+            _change_key(db, relation, context, had, key)
+    remember(db, relation, context, known, key)
     if db.special_type is not None and mirrors:
         wanted = [*wanted, ColumnDef(SPECIAL, db.special_type)]
-    prepared = Prepared(relation_id, relation.table, db.table(relation), tuple(wanted), key)
-    db.known[about] = prepared
-    return prepared
+    return Prepared(relation_id, relation.table, db.table(relation), tuple(wanted), key)
+
+
+def _is_ours(db: Database, relation: Relation, context: TargetContext) -> bool:
+    found = db.rows(f"SELECT stream, target FROM {db.own('tables')} WHERE name = ?", (db.table(relation),))
+    return found == [(context.stream, context.target)]
+
+
+def _forget(db: Database, relation: Relation) -> None:
+    """Remove a table of ours, and what is written down of it."""
+    db.known.clear()
+    db.run(f"DROP TABLE {db.table(relation)}")
+    for name in ("tables", "columns"):
+        db.run(f"DELETE FROM {db.own(name)} WHERE name = ?", (db.table(relation),))
+
+
+def _change_key(
+    db: Database, relation: Relation, context: TargetContext, old: tuple[str, ...], new: tuple[str, ...]
+) -> None:
+    """Tell the mirror's rows by another key, as the source does: up to here it has had the same rows."""
+    table = db.table(relation)
+    columns = ", ".join(map(quoted, new))
+    nulls = " OR ".join(f"{quoted(name)} IS NULL" for name in new)
+    twice = f"SELECT 1 FROM {table} GROUP BY {columns} HAVING count(*) > 1 LIMIT 1"
+    if not new or db.rows(f"SELECT 1 FROM {table} WHERE {nulls} LIMIT 1") or db.rows(twice):
+        raise CannotFollow(
+            f"the key of {relation.table} was ({', '.join(old)}) and is ({', '.join(new)}) at the source now, and the "
+            f"rows at {db.where} cannot be told by that",
+            hint=read_again(context.stream, relation.table),
+        )
+    db.known.clear()
+    db.change_key(table, old, new)
+    note_key(db, relation, new)
 
 
 def _key(db: Database, relation: Relation) -> tuple[str, ...]:
@@ -117,8 +173,8 @@ def _settle_owner(
     key: tuple[str, ...],
     *,
     exists: bool,
-) -> bool:
-    """Whether the table was this target's before; if it is nobody's, it is from now on."""
+) -> tuple[str, ...] | None:
+    """The key that the table has, if it was this target's before; if it is nobody's, it is from now on."""
     name, tables = relation.table, db.own("tables")
     # Two tables may be called alike when they are written without quotes.
     identity = db.table(relation)
@@ -128,7 +184,7 @@ def _settle_owner(
             _adopt(db, relation, options)
         owner = (identity, context.stream, context.target, options.write, json.dumps(key))
         db.run(f"INSERT INTO {tables} VALUES (?, ?, ?, ?, ?)", owner)
-        return False
+        return None
     stream, target, write, known_key = found[0]
     if (stream, target) != (context.stream, context.target):
         raise TargetRefused(
@@ -140,18 +196,12 @@ def _settle_owner(
             f"the table {name} at {db.where} is a {write}, not a {options.write}",
             hint=f"write: {write}, or give this target another database",
         )
-    if json.loads(known_key) != list(key):
-        was = ", ".join(json.loads(known_key))
-        raise TargetRefused(
-            f"the key of {name} was ({was}) and is ({', '.join(key)}) at the source now",
-            hint="its rows cannot be told by another key: start a new target",
-        )
     if not exists:
         raise TargetRefused(
             f"the table {name} at {db.where} was dropped",
             hint="its rows are lost to this target: restore it, or start a new target",
         )
-    return True
+    return tuple(json.loads(known_key))
 
 
 def _adopt(db: Database, relation: Relation, options: LaneOptions) -> None:
@@ -176,8 +226,11 @@ def _complete(
     own: Sequence[ColumnDef],
     there: Mapping[str, str],
     constant: Mapping[str, Constant],
+    known: Noted,
+    context: TargetContext,
 ) -> list[ColumnDef]:
-    """Add the columns that are missing. Returns the relation's columns with the types they have."""
+    """Add the columns that are missing, widen what is too narrow. Returns the relation's columns with their types."""
+    retyped = check_retyped(context.stream, relation.table, known.types, held_types(relation))
     found = there if db.case_matters else {name.lower(): kind for name, kind in there.items()}
     table = db.table(relation)
     complete = []
@@ -188,10 +241,15 @@ def _complete(
             default = " DEFAULT false" if column.name == "_ms_deleted" else default
             db.add_column(table, column, constant.get(column.name), default)
             kind = column.type
+        elif column.name in retyped and db.must_convert(column.type, kind, *retyped[column.name]):
+            db.known.clear()
+            db.convert_column(table, column, kind, *retyped[column.name])
+            kind = column.type
         elif not db.fits(column.type, kind):
-            raise TargetRefused(
+            raise CannotFollow(
                 f"{relation.table}.{column.name} is {column.type} at the source, and {kind} at {db.where}",
-                hint=f"change the column there to {column.type}; delivery goes on when the stream is started again",
+                hint=f"change the column there to {column.type}, and start the stream again; or "
+                + read_again(context.stream, relation.table),
             )
         complete.append(ColumnDef(column.name, kind))
     return complete[: len(wanted)]
