@@ -56,6 +56,7 @@ class TargetSnapshot:
     base: str
     """The path or URL under which it is kept."""
     created_at: datetime
+    """Before its state was fixed: what happened at the target later than this may not be in it."""
     seconds: float
     journal_id: str
     epoch: int

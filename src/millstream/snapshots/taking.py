@@ -43,13 +43,13 @@ class Taking:
 
     def run(self) -> TargetSnapshot:
         """Raises NotReady when the target has nothing yet, TargetError, SnapshotError, TakingStopped."""
-        began = time.monotonic()
+        began, at = time.monotonic(), datetime.now(UTC)
         # Once before and once after the state is fixed: who retries one meanwhile writes its row, and removes it.
         before = self.letters()
         with self.keepable.keep(self.stream.name, self.target.name) as kept:
             id = self.store.begin(self.stream.name, self.target.name, self.home)
             try:
-                snapshot = self._write(id, kept, before)
+                snapshot = self._write(id, at, kept, before)
             except BaseException:
                 # What is wrong is raised; what cannot be removed is removed by the next one.
                 with suppress(SnapshotError):
@@ -60,7 +60,7 @@ class Taking:
         self.store.finish(done)
         return done
 
-    def _write(self, id: str, kept: Kept, before: Sequence[Letter]) -> TargetSnapshot:
+    def _write(self, id: str, at: datetime, kept: Kept, before: Sequence[Letter]) -> TargetSnapshot:
         folder = f"{self.stream.name}/{self.target.name}/{id}"
         entries = [self._table(folder, number, table) for number, table in enumerate(kept.tables, 1)]
         found = {letter.event_id: letter for letter in (*before, *self.letters()) if letter.seq <= kept.cursor.seq}
@@ -71,7 +71,7 @@ class Taking:
             target=self.target.name,
             kind=self.target.kind,
             base=self.store.base,
-            created_at=datetime.now(UTC),
+            created_at=at,
             seconds=0.0,
             journal_id=kept.cursor.journal_id,
             epoch=kept.cursor.epoch,

@@ -129,6 +129,9 @@ class Part:
     relation: Relation
     relation_id: int
     batches: Iterator[pa.RecordBatch]
+    copied: Iterator[pa.LargeBinaryArray] | None = None
+    """The same rows as a Postgres source copies them (`sources.postgres.copied`), where that is what they are: for a
+    database that takes them as they are. Either this is read, or `batches`."""
 
 
 @dataclass(frozen=True)

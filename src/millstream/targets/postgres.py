@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Self
 
@@ -26,10 +26,17 @@ from millstream.model import Column, Json, Relation
 from millstream.targets.base import Part, TargetContext
 from millstream.targets.constants import Constant
 from millstream.targets.lanes import sessions
-from millstream.targets.lanes.copy_binary import copy_statement, page_ranges, read_copy
+from millstream.targets.lanes.copy_binary import (
+    copy_pieces,
+    copy_statement,
+    page_ranges,
+    read_copy,
+    takes_as_they_are,
+)
 from millstream.targets.lanes.copy_text import copy_text
 from millstream.targets.lanes.database import OWN, ColumnDef, Database, LaneOptions, Values, quoted
 from millstream.targets.lanes.lane import LaneTarget
+from millstream.targets.lanes.runs import ahead
 from millstream.targets.lanes.sessions import Session, errors
 from millstream.targets.postgres_options import PostgresTargetOptions
 
@@ -238,6 +245,24 @@ class PostgresDatabase(Database):
         ):
             # The server takes in one piece while the next one is made.
             for piece in copy_text(values):
+                copy.write(memoryview(piece))
+
+    def takes_copied(self, table: str, names: Sequence[str], relation: Relation) -> bool:
+        types = "SELECT attname, atttypid::int8 FROM pg_attribute WHERE attrelid = to_regclass(?) AND attnum > 0"
+        return takes_as_they_are(relation, names, dict(self.rows(types, (table,))))
+
+    def pass_on(
+        self, table: str, names: Sequence[str], copied: Iterator[pa.LargeBinaryArray], seq: int, *, soft: bool
+    ) -> None:
+        listed = ", ".join(quoted(name) for name in ("_ms_seq", *(["_ms_deleted"] if soft else []), *names))
+        session = self._session
+        with (
+            errors(session.where, stale=session.used_before),
+            session.connection.cursor() as cursor,
+            cursor.copy(f"COPY {table} ({listed}) FROM STDIN (FORMAT binary)".encode()) as copy,
+            closing(ahead(copy_pieces(copied, len(names), seq, soft=soft))) as coming,
+        ):
+            for piece in coming:
                 copy.write(memoryview(piece))
 
     def stage(self, name: str, values: Sequence[Values]) -> str:

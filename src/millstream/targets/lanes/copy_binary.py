@@ -1,17 +1,23 @@
-"""Tables of a Postgres that is a target, read as a source's are: binary COPY, decoded by the same types."""
+"""Binary COPY at a Postgres that is a target.
+
+Its tables are read as a source's are, and decoded by the same types. Rows that a source copies are passed on as they
+are where the columns have the same built-in types: only their version is put in front.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import psycopg
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from millstream.model import Json, Op, Relation
 from millstream.sources.decoders import decoder
-from millstream.sources.postgres.copied import rows_of_copy, select_list
+from millstream.sources.postgres.cells import BINARY
+from millstream.sources.postgres.copied import forms, rows_of_copy, select_list
 from millstream.targets.forms import form_schema
 
 PART_PAGES = 8192
@@ -19,6 +25,11 @@ PART_PAGES = 8192
 RUN_ROWS = 16_384
 RUN_BYTES = 16 << 20
 """Rows are decoded when either is reached."""
+
+_MONEY = (790, 791)
+"""What its bytes mean depends on the server's own language."""
+_HEADER = b"PGCOPY\n\xff\r\n\0" + bytes(8)
+_END = b"\xff\xff"
 
 _BEGIN = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 _SETTINGS = "SELECT set_config('extra_float_digits', '3', true), set_config('bytea_output', 'hex', true)"
@@ -62,3 +73,25 @@ def _decoded(pieces: list[bytes], relation: Relation, *, first: bool) -> pa.Tabl
     rows = rows_of_copy(b"".join(pieces), [len(piece) for piece in pieces], first=first)
     found = decoder(relation).decode(np.full(len(rows), Op.READ, np.uint8), rows)
     return pa.table([*found.after.columns, found.special], schema=form_schema(relation))
+
+
+def takes_as_they_are(relation: Relation, names: Sequence[str], types: Mapping[str, int]) -> bool:
+    """Whether rows that a source copies can be written to a table whose columns have these types, by OID."""
+    pairs = zip(names, relation.columns, forms(relation), strict=True)
+    return all(
+        form == BINARY and column.type_oid not in _MONEY and types.get(name) == column.type_oid
+        for name, column, form in pairs
+    )
+
+
+def copy_pieces(rows: Iterator[pa.LargeBinaryArray], columns: int, seq: int, *, soft: bool) -> Iterator[Any]:
+    """A binary COPY of rows with so many columns, as they were copied, with `_ms_seq` (and `_ms_deleted`) in front."""
+    own = (8).to_bytes(4) + seq.to_bytes(8) + ((1).to_bytes(4) + b"\0" if soft else b"")
+    front = (columns + (2 if soft else 1)).to_bytes(2) + own
+    yield _HEADER
+    for some in rows:
+        # Their number of columns makes way for the new one.
+        longer = pc.binary_replace_slice(some, 0, 2, front)
+        offsets = np.frombuffer(longer.buffers()[1], np.int64, len(longer) + 1, longer.offset * 8)
+        yield longer.buffers()[2].slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
+    yield _END

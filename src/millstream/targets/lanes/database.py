@@ -188,6 +188,16 @@ class Database(ABC):
         """The tables of a batch in the order in which they can be written."""
         return tables
 
+    def takes_copied(self, table: str, names: Sequence[str], relation: Relation) -> bool:
+        """Whether rows that a Postgres source copies can be appended to these columns as they are."""
+        return False
+
+    def pass_on(
+        self, table: str, names: Sequence[str], copied: Iterator[pa.LargeBinaryArray], seq: int, *, soft: bool
+    ) -> None:
+        """Append such rows, with their version."""
+        raise NotSupported(f"{self.kind} takes no rows of a copy as they are")
+
     def remove(self, removal: Callable[[], None]) -> None:
         """Remove rows now, or where that must wait for rows of other tables, when the batch is `settle`d."""
         removal()

@@ -116,9 +116,13 @@ class SqlLane:
             empty = [clear(db, table, batch.range.end, soft=soft) for table in prepared]
         else:
             empty = [False] * len(tables)
+        passing = [empty[at] and not batch.isolate and self._passes_on(db, one) for at, one in enumerate(tables)]
         folds = mirrors and not baseline and isolating is None
-        with closing(ahead(_all_runs(tables, folds=folds))) as coming:
+        with closing(ahead(_all_runs(tables, passing, folds=folds))) as coming:
             for number, run in coming:
+                if run is None:
+                    self._pass_on(db, tables[number][0], batch.range.end)
+                    continue
                 if mirrors and run.relation_id == MESSAGES:
                     continue
                 into = self._prepared(db, run)
@@ -137,13 +141,30 @@ class SqlLane:
         if isolating is not None:
             isolating.check()
 
+    def _passes_on(self, db: Database, parts: Sequence[Part]) -> bool:
+        """Whether the database takes the rows of a table as they come."""
+        if len(parts) > 1 or parts[0].copied is None:
+            return False
+        prepared = self._prepared(db, parts[0])
+        return db.takes_copied(prepared.table, prepared.names, parts[0].relation)
+
+    def _pass_on(self, db: Database, part: Part, seq: int) -> None:
+        prepared = self._prepared(db, part)
+        assert part.copied is not None  # noqa: S101 - just seen
+        db.pass_on(prepared.table, prepared.names, part.copied, seq, soft=self.options.deletes == "soft")
+
     def _prepared(self, db: Database, of: Part | Run, *, renewing: bool = False) -> Prepared:
         return prepare(db, of.relation, of.relation_id, self.context, self.options, renewing=renewing)
 
 
-def _all_runs(tables: Sequence[Sequence[Part]], *, folds: bool) -> Iterator[tuple[int, Run]]:
-    """The runs of all tables, one after another, each with the number of its table."""
+def _all_runs(
+    tables: Sequence[Sequence[Part]], passing: Sequence[bool], *, folds: bool
+) -> Iterator[tuple[int, Run | None]]:
+    """The runs of all tables, one after another, each with the number of its table; None for one to pass on."""
     for number, parts in enumerate(tables):
+        if passing[number]:
+            yield number, None
+            continue
         for run in runs(parts):
             # A key that the description tells is the mirror's, or the mirror is refused (`tables.prepare`).
             key = mirror_key(run.relation) if folds and run.relation_id != MESSAGES else ()
