@@ -7,6 +7,7 @@ import sqlite3
 import threading
 from contextlib import closing
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 from millstream import Engine, Mode, SnapshotRules, StreamSpec, TargetSpec
 from millstream.cli.app import app
+from millstream.engine.reload import RELOAD, AskedTables, waiting
 from millstream.errors import (
     ConfigError,
     NotReady,
@@ -31,6 +33,7 @@ from millstream.snapshots.restoring import restore
 from millstream.snapshots.rows import Format
 from millstream.snapshots.store import SnapshotStore
 from millstream.snapshots.taking import Taking
+from millstream.state.sqlite import SqliteStateStore
 from millstream.targets import open_target
 from millstream.targets.base import TargetContext
 from millstream.targets.duckdb import MEMORY
@@ -165,6 +168,18 @@ def test_what_cannot_be_gone_on_from_is_refused_with_the_reason(tmp_path: Path) 
         engine.restore_snapshot("shop", "20200101T000000000Z", path=where)
     with pytest.raises(UnknownStream, match="has no target lag: did you mean log"):
         engine.list_snapshots("shop", "lag", path=where)
+
+    with closing(SqliteStateStore(tmp_path / "state.db")) as store:
+        store.save_note("shop", "log", RELOAD, waiting(AskedTables()))
+        for refused in (keeping.create, keeping.restore):
+            with pytest.raises(NotReady, match="are being copied anew"):
+                refused(str(tmp_path))
+        over = {**waiting(AskedTables()), "state": "done", "finished_at": datetime.now(UTC).isoformat()}
+        store.save_note("shop", "log", RELOAD, over)
+        with pytest.raises(SnapshotError, match="from before tables of the target were copied anew"):
+            engine.restore_snapshot("shop", path=where, overwrite=True)
+        assert "copied anew" in str(engine.inspect_snapshot("shop", path=where)[1])
+        store.save_note("shop", "log", RELOAD, {**over, "finished_at": "2020-01-01T00:00:00+00:00"})
 
     renamed = replace(stream, source=replace(stream.source, tables=("public.orders",)))
     engine.upsert_stream(renamed)

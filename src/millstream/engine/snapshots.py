@@ -9,14 +9,24 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from datetime import UTC, datetime
 from uuid import uuid4
 
 from millstream.engine.fit import open_target
 from millstream.engine.home import Home
+from millstream.engine.reload import RELOAD
+from millstream.engine.reload import UNFINISHED as UNDONE_RELOAD
 from millstream.engine.replay import UNFINISHED
-from millstream.errors import ConfigError, MillstreamError, NotReady, NotSupported, TargetRefused, TargetUnavailable
+from millstream.errors import (
+    ConfigError,
+    MillstreamError,
+    NotReady,
+    NotSupported,
+    SnapshotError,
+    TargetRefused,
+    TargetUnavailable,
+)
 from millstream.failpoint import failpoint
 from millstream.journal import JournalReader
 from millstream.model import Json, Mode, StreamSpec, TargetSpec
@@ -127,6 +137,12 @@ def _refuse_meanwhile(store: StateStore, stream: StreamSpec, target: str) -> Non
             f"target {target} of stream {stream.name} is being replayed: it is between two states",
             hint="take the snapshot when that is done; `millstream status` shows it",
         )
+    reload = store.notes(stream.name, RELOAD).get(target)
+    if reload is not None and reload["state"] in UNDONE_RELOAD:
+        raise NotReady(
+            f"tables of target {target} of stream {stream.name} are being copied anew: it is between two states",
+            hint="try again when that is done; `millstream status` shows it",
+        )
     if due is not None and due["state"] == WAITING:
         raise NotReady(f"target {target} of stream {stream.name} is about to be restored from snapshot {due['id']}")
 
@@ -147,6 +163,7 @@ def ask_restore(store: StateStore, stream: StreamSpec, target: TargetSpec, journ
     place = place_of(stream, asked["path"])
     snapshot = place.get(stream.name, target.name, asked["id"])
     check_usable(snapshot, journal, stream, target)
+    refuse_reloaded(store, snapshot)
     if not asked["overwrite"]:
         _refuse_full(made, stream, target)
     record = restore_record(snapshot, overwrite=asked["overwrite"])
@@ -186,10 +203,23 @@ def restore_record(snapshot: TargetSnapshot, *, overwrite: bool, automatic: bool
     }
 
 
+def refuse_reloaded(store: StateStore, snapshot: TargetSnapshot) -> None:
+    """Raise SnapshotError for a snapshot from before tables were copied anew: why they were is not in the journal."""
+    record = store.notes(snapshot.stream, RELOAD).get(snapshot.target)
+    ended = record["finished_at"] if record is not None else None
+    if record is not None and (ended is None or datetime.fromisoformat(ended) >= snapshot.created_at):
+        raise SnapshotError(
+            f"snapshot {snapshot.id} is from before tables of the target were copied anew (reload)",
+            hint="restore one that was taken since, or reload them once more in a new target",
+        )
+
+
 def why_unusable(home: Home, stream: StreamSpec, snapshot: TargetSnapshot) -> str | None:
     """Why the stream could not go on from a snapshot now; None if it could."""
     target = next(one for one in stream.targets if one.name == snapshot.target)
     try:
+        with closing(home.open_state(read_only=True)) as store:
+            refuse_reloaded(store, snapshot)
         check_usable(snapshot, JournalReader([str(home.journal_path(stream.source.name))]), stream, target)
     except MillstreamError as refused:
         return refused.message
@@ -225,6 +255,7 @@ class Restoring:
             place = SnapshotStore(record["base"])
             snapshot = place.get(self._stream.name, self._target.name, record["id"])
             check_usable(snapshot, journal, self._stream, self._target)
+            refuse_reloaded(self._store, snapshot)
             letters = letters_of(place, snapshot)
             assert isinstance(self._made, Keepable)  # noqa: S101 - seen before it was asked for
             restore(place, snapshot, self._made, record["token"], overwrite=record["overwrite"])

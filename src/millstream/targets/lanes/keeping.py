@@ -13,6 +13,7 @@ from millstream.errors import NotReady, TargetRefused
 from millstream.failpoint import failpoint
 from millstream.targets.base import Kept, KeptTable, TargetCursor
 from millstream.targets.lanes.database import Database, quoted
+from millstream.targets.lanes.reloading import reload_name
 from millstream.targets.lanes.replaying import replay_name
 
 _COLUMNS = {"tables": "name, stream, target, write, key", "columns": "name, stream, target, numbers"}
@@ -74,8 +75,8 @@ def _clear(db: Database, stream: str, target: str) -> None:
     for (place,) in db.rows(f"SELECT name FROM {db.own('tables')} WHERE stream = ? AND target = ?", (stream, target)):
         db.run(f"DROP TABLE IF EXISTS {place}")
     for name in ("cursors", "tables", "columns", "tombstones"):
-        owners = (stream, target, replay_name(target))
-        db.run(f"DELETE FROM {db.own(name)} WHERE stream = ? AND target IN (?, ?)", owners)
+        owners = (stream, target, replay_name(target), reload_name(target))
+        db.run(f"DELETE FROM {db.own(name)} WHERE stream = ? AND target IN (?, ?, ?)", owners)
 
 
 def _put_back(db: Database, table: KeptTable, stream: str, target: str, *, overwrite: bool) -> None:
