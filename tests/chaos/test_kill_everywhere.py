@@ -90,7 +90,7 @@ ELSEWHERE = {
         "tests/integration/test_letter_kills.py",
     ),
     # The chaos journal has no limit.
-    "state.reload_saved": "tests/conformance/test_state_store.py",
+    "state.reload_saved": "tests/conformance/test_state_sqlite.py",
     # Nobody changes the chaos stream while it runs, or replays it.
     "files.rewound": "tests/unit/test_engine_kills.py",
     # The chaos stream's tables keep their columns.

@@ -18,7 +18,8 @@ from millstream.latest import whole
 from millstream.model import Json, Relation
 from millstream.sources.decoders import decoded_schema
 from millstream.targets.changelogs import READ_ROWS, folded, old_keys
-from millstream.targets.lanes.database import Database, LaneOptions
+from millstream.targets.lanes.database import Database
+from millstream.targets.lanes.reading import DatabaseReader
 from millstream.targets.lanes.tables import mirror_key
 
 SPECIAL = "_ms_special"
@@ -27,22 +28,11 @@ _ASKED = "_ms_op, _ms_seq, _ms_position, CAST(_ms_before AS text), CAST(_ms_unch
 
 
 @dataclass(frozen=True)
-class LoggedReader:
+class LoggedReader(DatabaseReader):
     """See `targets.base.Reader` for the contract. A task folds all of a table, and holds its changes in memory."""
 
-    database: type[Database]
-    options: LaneOptions
-
-    @property
-    def parallel(self) -> bool:
-        return self.database.many_readers
-
-    def parts(self, relation: Relation) -> Sequence[Json]:
-        opening = self.database(self.options)
-        if not opening.is_there():
-            return ()
-        with opening as db:
-            return () if db.columns(relation) is None else [{"begin": 0, "end": None}]
+    def parts_of(self, db: Database, relation: Relation) -> Sequence[Json]:
+        return [{"begin": 0, "end": None}]
 
     def read(self, relation: Relation, part: Json) -> Iterator[pa.Table]:
         with self.database(self.options) as db:
@@ -59,9 +49,6 @@ class LoggedReader:
         names = [name for name in values.column_names if name in rows.column_names]
         found = rows.select(names).replace_schema_metadata(values.schema.metadata)
         yield from (pa.Table.from_batches([batch]) for batch in found.to_batches(READ_ROWS))
-
-    def expected(self, relation: Relation, rows: pa.RecordBatch) -> pa.Table:
-        return self.database.form(relation, pa.Table.from_batches([rows]))
 
     def _changes(self, relation: Relation, values: pa.Table, said: Sequence[tuple[Any, ...]]) -> pa.Table:
         """The changes as `fold` reads them, in the database's form."""

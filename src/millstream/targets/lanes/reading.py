@@ -18,8 +18,8 @@ from millstream.targets.lanes.tables import prepare
 
 
 @dataclass(frozen=True)
-class LaneReader:
-    """See `targets.base.Reader` for the contract. The database says what its form is."""
+class DatabaseReader:
+    """What all readers of databases have in common. The database says what its form is."""
 
     database: type[Database]
     options: LaneOptions
@@ -33,15 +33,24 @@ class LaneReader:
         if not opening.is_there():
             return ()
         with opening as db:
-            return db.parts(relation) if db.columns(relation) is not None else ()
+            return self.parts_of(db, relation) if db.columns(relation) is not None else ()
+
+    def parts_of(self, db: Database, relation: Relation) -> Sequence[Json]:
+        """The parts of a table that is there."""
+        return db.parts(relation)
+
+    def expected(self, relation: Relation, rows: pa.RecordBatch) -> pa.Table:
+        return self.database.form(relation, pa.Table.from_batches([rows]))
+
+
+@dataclass(frozen=True)
+class LaneReader(DatabaseReader):
+    """Of mirrors. See `targets.base.Reader` for the contract."""
 
     def read(self, relation: Relation, part: Json) -> Iterator[pa.Table]:
         living = "NOT _ms_deleted" if self.options.deletes == "soft" else "true"
         with self.database(self.options) as db:
             yield from db.held(relation, part, living)
-
-    def expected(self, relation: Relation, rows: pa.RecordBatch) -> pa.Table:
-        return self.database.form(relation, pa.Table.from_batches([rows]))
 
 
 @dataclass(frozen=True)
