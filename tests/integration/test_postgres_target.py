@@ -7,7 +7,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,12 +14,20 @@ from millstream.embedded import EmbeddedPostgres
 from millstream.errors import MissingBase, TargetRefused, TargetUnavailable
 from millstream.targets.base import Part
 from millstream.targets.lanes import sessions
-from millstream.targets.lanes.lane import LaneTarget
 from millstream.targets.postgres import PostgresTarget
 from millstream.targets.postgres_options import PostgresTargetOptions
 from millstream.targets.rejects import Guard, Outstanding, RowsRejected
-from tests.fixtures.capture import Driver, drive
-from tests.fixtures.lanes import CONTEXT, assert_equal, batch_after, batches, captured, deliver
+from tests.fixtures.capture import drive
+from tests.fixtures.lanes import (
+    CONTEXT,
+    assert_equal,
+    batch_after,
+    captured,
+    deliver,
+    mirror,
+    mirror_rest,
+    opened,
+)
 from tests.fixtures.postgres import Database, fresh_database
 from tests.fixtures.type_oracle import available, texts
 from tests.fixtures.typed_values import KINDS, SETUP
@@ -47,27 +54,6 @@ def copy(postgres: EmbeddedPostgres) -> Iterator[Database]:
     with fresh_database(postgres) as made:
         yield made
         sessions.close_idle(made.uri, None)
-
-
-def opened(database: Database, **options: Any) -> LaneTarget:
-    target = PostgresTarget(PostgresTargetOptions(uri=database.uri, **options))
-    target.open(CONTEXT)
-    return target
-
-
-def mirror(capture: Driver, target: LaneTarget, seed: int = 1) -> None:
-    """Deliver everything that happened so far."""
-    capture.catch_up()
-    for batch in batches(capture, captured(capture), random.Random(seed)):
-        deliver(target, batch)
-
-
-def mirror_rest(capture: Driver, target: LaneTarget) -> None:
-    """Deliver what came since, in one batch."""
-    capture.catch_up()
-    cursor = target.cursor()
-    assert cursor is not None
-    deliver(target, batch_after(capture, captured(capture), cursor.seq))
 
 
 class Trader:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millstream import latest as folding
 from millstream.changelog import assemble
 from millstream.latest import Latest, latest
 from tests.fixtures.examples import examples
@@ -67,6 +68,21 @@ def test_a_mirror_is_the_table_whatever_happens_to_it_and_however_it_is_cut(
     for batch in history.batches(cuts):
         write(mirror, latest(batch, KEY))
     assert content(mirror) == expected(history)
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(st.integers(0, 10**9), st.booleans(), st.integers(0, 80), st.lists(st.integers(0, 10**6), max_size=6))
+def test_few_changes_are_folded_to_what_many_are(seed: int, full: bool, steps: int, cuts: list[int]) -> None:
+    """Row by row, or by column: the same rows, in the same order."""
+    history = History(seed, full).play(steps)
+    for batch in history.batches(cuts):
+        few = latest(batch, KEY)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(folding, "FEW", 0)
+            many = latest(batch, KEY)
+        assert few.rows.equals(many.rows)
+        assert sorted(few.gone.to_pylist(), key=str) == sorted(many.gone.to_pylist(), key=str)
+        assert (few.truncated, few.missing, few.kept.keys()) == (many.truncated, many.missing, many.kept.keys())
 
 
 def folded(*changes: Change, first: int = 1) -> Latest:

@@ -85,6 +85,42 @@ def test_what_a_constraint_does_not_allow_is_a_letter(shop: Bench) -> None:
     assert [one.state.value for one in shop.store.letters("shop", "log")] == [state, "waiting"]
 
 
+NUMBERS = replace(ORDERS, columns=(ORDERS.columns[0], Column("body", 20)))
+"""The table with a column that is wider at the source than in the copy."""
+
+
+@pytest.fixture
+def narrow(shop: Bench) -> Bench:
+    """The copy's table is there before the stream, with a column of 32 bits."""
+    with closing(duckdb.connect(shop.options["path"])) as db:
+        db.execute("CREATE SCHEMA public; CREATE TABLE public.orders (id INTEGER, body INTEGER)")
+    return shop
+
+
+@pytest.mark.parametrize("shop", ["duckdb mirror", "duckdb changelog"], indirect=True)
+def test_a_number_that_a_narrower_column_does_not_hold_is_a_letter(narrow: Bench) -> None:
+    mirrors = narrow.options["write"] == "mirror"
+    narrow.journal.register(NUMBERS)
+    changes = [insert("1", "1"), insert("2", str(2**31)), insert("3", str(2**31 - 1)), update(["1", str(-(2**31) - 1)])]
+    narrow.journal.append(NUMBERS, changes)
+    assert narrow.deliver_all().error is None
+    assert rows(narrow) == [(1, 1), (3, 2**31 - 1)]
+    found = narrow.store.letters("shop", "log")
+    assert [(one.op, one.kind, one.key) for one in found] == [
+        ("c", "value", "2" if mirrors else None),
+        ("u", "value", "1" if mirrors else None),
+    ]
+    assert str(2**31) not in "".join(one.reason for one in found)
+
+
+@pytest.mark.parametrize("shop", ["duckdb mirror"], indirect=True)
+def test_a_key_that_is_narrower_there_is_refused(narrow: Bench) -> None:
+    wider = replace(NUMBERS, columns=(replace(ORDERS.columns[0], type_oid=20), Column("body", 20)))
+    narrow.journal.register(wider)
+    narrow.journal.append(wider, [insert("1", "1")])
+    assert "id is BIGINT at the source, and INTEGER" in str(narrow.deliver_all().error)
+
+
 @pytest.mark.parametrize("shop", ["delta mirror"], indirect=True)
 def test_a_key_that_a_partition_cannot_hold_is_a_letter(shop: Bench) -> None:
     table = replace(ORDERS, columns=(*ORDERS.columns, Column("place", 25, key=True)), key=("id", "place"))

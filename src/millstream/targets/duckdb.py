@@ -9,6 +9,7 @@ column, and its exact text stands in `_ms_special`, a map by column.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,8 +56,9 @@ _TYPES = {
     "timestamp[us, tz=UTC]": "TIMESTAMP WITH TIME ZONE",
 }
 
-_WHOLE = ("SMALLINT", "INTEGER", "BIGINT")
+_WHOLE = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT")
 """Each holds what those before it do."""
+_DECIMAL = re.compile(r"DECIMAL\((\d+),(\d+)\)")
 
 _GIVEN = "_ms_given"
 _OF_A_ROW = {
@@ -116,8 +118,11 @@ class DuckdbDatabase(Database):
         self._connection: duckdb.DuckDBPyConnection | None = None
         self._done: list[Callable[[], object]] | None = None
         """What the transaction has written so far, where pieces of it are taken back."""
+        self._there: dict[tuple[str, str], dict[str, str]] | None = None
+        """The columns of all tables; None while nobody has asked, or when something has changed them."""
 
     def __enter__(self) -> Self:
+        self._there = None
         with self._errors():
             self._connection = _driver().connect(str(self._path), config={"memory_limit": MEMORY})
             self._connection.execute("SET TimeZone = 'UTC'")
@@ -162,6 +167,8 @@ class DuckdbDatabase(Database):
         return self._do(lambda: self._execute(statement, parameters))
 
     def _execute(self, statement: str, parameters: Sequence[Any] = ()) -> int:
+        if statement.startswith(("ALTER", "CREATE TABLE", "DROP")):
+            self._there = None
         with self._errors():
             return self._open().execute(statement, list(parameters)).rowcount
 
@@ -194,12 +201,17 @@ class DuckdbDatabase(Database):
         return f"{quoted(relation.schema)}.{quoted(relation.name)}"
 
     def columns(self, relation: Relation) -> dict[str, str] | None:
-        found = self.rows(
-            "SELECT column_name, data_type FROM duckdb_columns() WHERE database_name = current_database() "
-            "AND lower(schema_name) = lower(?) AND lower(table_name) = lower(?) ORDER BY column_index",
-            (relation.schema, relation.name),
-        )
-        return dict(found) or None
+        # All at once: DuckDB looks through the columns of all tables for those of one. Nobody else changes them now.
+        if self._there is None:
+            self._there = {}
+            found = self.rows(
+                "SELECT schema_name, table_name, column_name, data_type FROM duckdb_columns() "
+                "WHERE database_name = current_database() ORDER BY column_index"
+            )
+            for schema_name, table, name, kind in found:
+                self._there.setdefault((schema_name.lower(), table.lower()), {})[name] = kind
+        there = self._there.get((relation.schema.lower(), relation.name.lower()))
+        return dict(there) if there else None
 
     def types(self, relation: Relation) -> list[str]:
         return [_type(field.type) for field in schema(relation) if field.name not in METADATA]
@@ -212,6 +224,16 @@ class DuckdbDatabase(Database):
         one, other = (text.upper().replace('"', "") for text in (wanted, there))
         both_whole = one in _WHOLE and other in _WHOLE
         return one == other or (both_whole and _WHOLE.index(one) < _WHOLE.index(other))
+
+    def narrower(self, wanted: str, there: str) -> bool:
+        if wanted in _WHOLE and there in _WHOLE:
+            return _WHOLE.index(there) < _WHOLE.index(wanted)
+        decimals = _DECIMAL.fullmatch(wanted), _DECIMAL.fullmatch(there)
+        if decimals[0] is None or decimals[1] is None:
+            return False
+        (wide, scale), (narrow, other) = (tuple(map(int, found.groups())) for found in decimals if found)
+        # With fewer places it would round, and refuse nothing.
+        return scale == other and narrow < wide
 
     def create(self, relation: Relation, columns: Sequence[ColumnDef], key: Sequence[str]) -> None:
         # No primary key: MERGE needs none, and DuckDB's index would see deleted keys until the commit.

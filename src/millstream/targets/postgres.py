@@ -1,7 +1,8 @@
 """Target `postgres`: mirrors or changelogs in another Postgres, with the source's own types, exactly once.
 
 Rows go by COPY into temporary tables of the session, and from there with one statement per table
-into the mirror. Our own tables are in the schema `_millstream`.
+into the mirror; a few rows go with the statement, and such statements together (`lanes.queue`). Our
+own tables are in the schema `_millstream`.
 
 A session that may do so runs with `session_replication_role = replica`, as replication of Postgres
 itself does: foreign keys and triggers are the source's affair. One that may not writes parents
@@ -35,7 +36,9 @@ from millstream.targets.lanes.copy_binary import (
 )
 from millstream.targets.lanes.copy_text import copy_text
 from millstream.targets.lanes.database import OWN, ColumnDef, Database, LaneOptions, Values, quoted
+from millstream.targets.lanes.given import can_be_given
 from millstream.targets.lanes.lane import LaneTarget
+from millstream.targets.lanes.queue import Queue
 from millstream.targets.lanes.runs import ahead
 from millstream.targets.lanes.sessions import Session, errors
 from millstream.targets.postgres_options import PostgresTargetOptions
@@ -70,6 +73,7 @@ _WIDER = {
     "real": {"double precision"},
 }
 _ANYTHING = {"text", "character varying"}
+_WHOLE = ("smallint", "integer", "bigint")
 _MARK = re.compile(r'"(?:[^"]|"")*"|\?')
 
 
@@ -111,6 +115,7 @@ class PostgresDatabase(Database):
         self._uri, self._auth_ref = options.uri, options.auth_ref
         self._taken: Session | None = None
         self._filled: set[str] = set()
+        self._queue = Queue()
         self._removals: list[Callable[[], None]] | None = None
 
     def __enter__(self) -> Self:
@@ -132,7 +137,7 @@ class PostgresDatabase(Database):
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        self._filled = set()
+        self._filled, self._queue = set(), Queue()
         self.run("BEGIN")
         try:
             yield
@@ -163,6 +168,29 @@ class PostgresDatabase(Database):
 
     def rows(self, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         return self._execute(statement, parameters).fetchall()
+
+    def given(self, name: str, values: Sequence[Values]) -> str:
+        # Where pieces are taken back, errors must come with their statements.
+        if self.takes_back or not can_be_given(values):
+            return self.stage(name, values)
+        return self._queue.give(name, values)
+
+    def do(self, statement: str) -> None:
+        if not self._queue.takes(statement):
+            self.run(statement)
+        elif self._queue.is_full:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Do what waits."""
+        waiting, self._queue = self._queue, Queue()
+        if waiting:
+            waiting.run(self._session, self._second_look)
+
+    def _second_look(self, name: str, values: Sequence[Values]) -> None:
+        """Raise RowRefused that names the column, if the values alone are refused: COPY tells it, JSON does not."""
+        with PostgresDatabase(self.options) as again, again.transaction():
+            again.stage(name, values)
 
     def own(self, name: str) -> str:
         return f"_millstream.{quoted(name)}"
@@ -197,6 +225,12 @@ class PostgresDatabase(Database):
         full = {"timestamptz": "timestamp with time zone"}.get(wanted, wanted)
         bare = re.sub(r"\(.*\)", "", full)
         return there == full or there in _ANYTHING or there in _WIDER.get(full, set()) or (there == bare == "numeric")
+
+    def narrower(self, wanted: str, there: str) -> bool:
+        if there in ("smallint", "integer"):
+            return there in _WHOLE[: _WHOLE.index(wanted)] if wanted in _WHOLE else False
+        text = wanted.partition("(")[0] in _ANYTHING
+        return text and re.fullmatch(r"character varying\(\d+\)", there) is not None
 
     def check_adoption(self, relation: Relation) -> None:
         """A table that a stream captures here may be the source itself."""
@@ -236,6 +270,7 @@ class PostgresDatabase(Database):
         self.run(f"ALTER TABLE {table} ADD PRIMARY KEY ({', '.join(map(quoted, new))})")
 
     def insert(self, table: str, values: Sequence[Values]) -> None:
+        self._catch_up()
         names = ", ".join(quoted(each.column.name) for each in values)
         session = self._session
         with (
@@ -254,6 +289,7 @@ class PostgresDatabase(Database):
     def pass_on(
         self, table: str, names: Sequence[str], copied: Iterator[pa.LargeBinaryArray], seq: int, *, soft: bool
     ) -> None:
+        self._catch_up()
         listed = ", ".join(quoted(name) for name in ("_ms_seq", *(["_ms_deleted"] if soft else []), *names))
         session = self._session
         with (
@@ -356,6 +392,7 @@ class PostgresDatabase(Database):
     def settle(self) -> None:
         for removal in reversed(self._removals or []):
             removal()
+        self._catch_up()
 
     # Loops
 
@@ -427,6 +464,7 @@ class PostgresDatabase(Database):
         return self._taken
 
     def _execute(self, statement: str, parameters: Sequence[Any]) -> psycopg.Cursor[tuple[Any, ...]]:
+        self._catch_up()
         session = self._session
         if parameters:
             numbers = iter(range(1, len(parameters) + 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -16,6 +17,7 @@ from millstream.wire.text import decimal_text
 _HEX = np.frombuffer(b"".join(b"%02x" % i for i in range(256)), np.uint16)
 
 _ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
+_ROOM = re.compile(r"character varying\((\d+)\)")
 _PLAIN = "boolean", "smallint", "integer", "bigint", "real", "double precision", "date"
 
 
@@ -41,15 +43,32 @@ def value_text(array: pa.Array) -> pa.StringArray:
     return _element(array)
 
 
-def _cells(values: Values) -> pa.StringArray:
-    """A column's cells: escaped, NULL where it is."""
+def plain_text(values: Values) -> pa.StringArray:
+    """A column's values as the server reads them, NULL where they are. Raises RowRefused for what it cannot read."""
     text = _text(values)
     if values.special is not None:
         text = pc.coalesce(values.special, text)
+    if values.column.tight and (room := _ROOM.fullmatch(values.column.type)) is not None:
+        _refuse_longer(values, text, int(room[1]))
+    return text
+
+
+def _cells(values: Values) -> pa.StringArray:
+    """A column's cells: escaped, NULL where it is."""
+    text = plain_text(values)
     if values.column.type not in _PLAIN and pc.any(pc.match_substring_regex(text, r"[\\\t\n\r]")).as_py():
         for character, escaped in _ESCAPES.items():
             text = pc.replace_substring(text, character, escaped)
     return text
+
+
+def _refuse_longer(values: Values, text: pa.StringArray, room: int) -> None:
+    """The server takes a text that is too long if only blanks are, and drops them: that is another value."""
+    if pc.any(pc.greater(pc.utf8_length(text), room)).as_py():
+        raise RowRefused(
+            f"{values.of or values.column.name}: a text has more characters than the column there has room for",
+            hint="change the column's type there to the one it has at the source",
+        )
 
 
 def _text(values: Values) -> pa.StringArray:

@@ -54,6 +54,8 @@ class ColumnDef:
 
     name: str
     type: str
+    tight: bool = False
+    """Whether some values that the source sends do not fit into it: they are refused with their rows."""
 
 
 @dataclass(frozen=True)
@@ -231,6 +233,10 @@ class Database(ABC):
     def fits(self, wanted: str, there: str) -> bool:
         """Whether every value of one type can be written to a column of another."""
 
+    def narrower(self, wanted: str, there: str) -> bool:
+        """Whether a column of another type takes some of the values exactly, and refuses the others (RowRefused)."""
+        return False
+
     @abstractmethod
     def insert(self, table: str, values: Sequence[Values]) -> None:
         """Append rows to a table. `table` is quoted."""
@@ -241,6 +247,14 @@ class Database(ABC):
 
         What was staged under the name before is gone. Returns the table's name, quoted.
         """
+
+    def given(self, name: str, values: Sequence[Values]) -> str:
+        """The same for rows that one statement uses, the very next one, which is given to `do`."""
+        return self.stage(name, values)
+
+    def do(self, statement: str) -> None:
+        """Run a statement, at once or later: in its order, and before anything is asked or committed."""
+        self.run(statement)
 
     def inserting(self, columns: str) -> str:
         """What stands between an INSERT's table and its rows."""
@@ -256,7 +270,7 @@ class Database(ABC):
 
     def delete(self, table: str, key: Sequence[str], stage: str) -> None:
         """Remove the rows whose key is staged (c0, c1 ..) with a newer version (v)."""
-        self.run(f"DELETE FROM {table} AS t USING {stage} AS s WHERE {matches(key)} AND t._ms_seq < s.v")
+        self.do(f"DELETE FROM {table} AS t USING {stage} AS s WHERE {matches(key)} AND t._ms_seq < s.v")
 
     def upsert(
         self, table: str, columns: Sequence[str], key: Sequence[str], stage: str, *, soft: bool, only: str
@@ -267,7 +281,7 @@ class Database(ABC):
         if soft:
             values["_ms_deleted"] = "false"
         updates = ", ".join(f"{name} = excluded.{name}" for name in values if name not in map(quoted, key))
-        self.run(
+        self.do(
             f"INSERT INTO {table} AS t {self.inserting(', '.join(values))} "
             f"SELECT {', '.join(values.values())} FROM {stage} AS s "
             f"WHERE {only} ON CONFLICT ({', '.join(map(quoted, key))}) DO UPDATE SET {updates} "

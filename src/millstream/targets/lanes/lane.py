@@ -146,6 +146,8 @@ class SqlLane:
         if len(parts) > 1 or parts[0].copied is None:
             return False
         prepared = self._prepared(db, parts[0])
+        if any(column.tight for column in prepared.columns):
+            return False
         return db.takes_copied(prepared.table, prepared.names, parts[0].relation)
 
     def _pass_on(self, db: Database, part: Part, seq: int) -> None:

@@ -7,6 +7,7 @@ The version of a row (`_ms_seq`) stands beside it; a write with an older version
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial, reduce
 
 import numpy as np
@@ -132,7 +133,7 @@ class Mirror:
             self._upsert(kept, only="s.m")
         plain = np.flatnonzero(~keeping)
         if len(plain):
-            self._upsert(self._db.stage(f"rows_{self._it.relation_id}", self._staged(found, plain)), only="true")
+            self._upsert(self._db.given(f"rows_{self._it.relation_id}", self._staged(found, plain)), only="true")
 
     def make_way(self, keys: pa.Table, *, remove: bool) -> None:
         """Let rows under these keys be written anew; with `remove` they stay, to be removed by their version."""
@@ -156,9 +157,9 @@ class Mirror:
 
     def _delete(self, gone: pa.Table) -> None:
         it = self._it
-        stage = self._db.stage(f"gone_{it.relation_id}", self.keys(gone))
+        stage = self._db.given(f"gone_{it.relation_id}", self.keys(gone))
         if self._soft:
-            self._db.run(
+            self._db.do(
                 f"UPDATE {it.table} AS t SET _ms_deleted = true, _ms_seq = s.v FROM {stage} AS s "
                 f"WHERE {matches(it.key)} AND t._ms_seq < s.v"
             )
@@ -245,7 +246,7 @@ class Mirror:
         """The rows as c0, c1 .. and their version v."""
         named = self.named(found, rows)
         numbered = [
-            Values(ColumnDef(f"c{number}", values.column.type), values.array, values.special, values.of)
+            Values(replace(values.column, name=f"c{number}"), values.array, values.special, values.of)
             for number, values in enumerate(named[:-1])
         ]
         return [*numbered, Values(ColumnDef("v", "bigint"), named[-1].array)]

@@ -58,6 +58,9 @@ _REFUSED: tuple[tuple[str, str], ...] = (
 )
 """Libpq tells no SQLSTATE for a refused connection, only the server's sentence."""
 
+PREPARED = 2000
+"""So many statements stay prepared in a session: a few for each table."""
+
 IDLE = "10min"
 """How long a session is kept that no batch uses,"""
 _KNOWS_IDLE = 140000
@@ -168,6 +171,7 @@ def _connect(uri: str, auth_ref: str | None) -> Session:
     conninfo = make_conninfo("", **{**_CONNECTION, **parameters})
     try:
         connection = Connection.connect(conninfo, autocommit=True, cursor_factory=psycopg.RawCursor)
+        connection.prepared_max = PREPARED
     except psycopg.Error as failed:
         raise _refused(str(failed), where) from None
     try:
@@ -226,10 +230,11 @@ def errors(
     except passing:
         raise
     except psycopg.Error as failed:
-        raise _translated(failed, where, values, stale) from None
+        raise translated(failed, where, values, stale) from None
 
 
-def _translated(failed: psycopg.Error, where: str, values: Sequence[Values], stale: bool) -> TargetError:
+def translated(failed: psycopg.Error, where: str, values: Sequence[Values], stale: bool) -> TargetError:
+    """An error of the server's as one of ours. `values` are what the statement has brought."""
     state, diag = failed.sqlstate, failed.diag
     if state is None:
         return TargetUnavailable(f"{where}: the connection was lost, or no answer came in time")
@@ -238,7 +243,8 @@ def _translated(failed: psycopg.Error, where: str, values: Sequence[Values], sta
         return TargetUnavailable(f"{where}: {name}")
     if stale and state.startswith("42") and state != "42501":
         return TargetUnavailable(f"{where}: {name}; the table has changed and is looked at again")
-    table = f"{diag.schema_name}.{diag.table_name}" if diag.table_name else "a table"
+    known = next((each.of.rpartition(".")[0] for each in values if each.of), "a table")
+    table = f"{diag.schema_name}.{diag.table_name}" if diag.table_name else known
     if state == "42501":
         return TargetRefused(f"{where}: {diag.message_primary}", hint="grant the right that is missing to the role")
     if state.startswith("22") or state == "54000":

@@ -91,7 +91,7 @@ def _prepared(
         db.create(relation, [*wanted, *own], key)
     else:
         constant = constants(relation) if mirrors and had is not None else {}
-        wanted = _complete(db, relation, wanted, own, there, constant, known, context)
+        wanted = _complete(db, relation, wanted, own, there, constant, known, context, key)
         if had is not None and had != key:
             _change_key(db, relation, context, had, key)
     remember(db, relation, context, known, key)
@@ -228,8 +228,12 @@ def _complete(
     constant: Mapping[str, Constant],
     known: Noted,
     context: TargetContext,
+    key: Sequence[str],
 ) -> list[ColumnDef]:
-    """Add the columns that are missing, widen what is too narrow. Returns the relation's columns with their types."""
+    """Add the columns that are missing, widen what is too narrow. Returns the relation's columns with their types.
+
+    One that is not of the key may be too narrow for some values: the target takes the rows that it can.
+    """
     retyped = check_retyped(context.stream, relation.table, known.types, held_types(relation))
     found = there if db.case_matters else {name.lower(): kind for name, kind in there.items()}
     table = db.table(relation)
@@ -240,16 +244,19 @@ def _complete(
             default = f" DEFAULT {UNKNOWN}" if column.name == "_ms_seq" else ""
             default = " DEFAULT false" if column.name == "_ms_deleted" else default
             db.add_column(table, column, constant.get(column.name), default)
-            kind = column.type
-        elif column.name in retyped and db.must_convert(column.type, kind, *retyped[column.name]):
+            complete.append(column)
+            continue
+        if column.name in retyped and db.must_convert(column.type, kind, *retyped[column.name]):
             db.known.clear()
             db.convert_column(table, column, kind, *retyped[column.name])
-            kind = column.type
-        elif not db.fits(column.type, kind):
+            complete.append(column)
+            continue
+        tight = not db.fits(column.type, kind)
+        if tight and (column.name in key or column in own or not db.narrower(column.type, kind)):
             raise CannotFollow(
                 f"{relation.table}.{column.name} is {column.type} at the source, and {kind} at {db.where}",
                 hint=f"change the column there to {column.type}, and start the stream again; or "
                 + read_again(context.stream, relation.table),
             )
-        complete.append(ColumnDef(column.name, kind))
+        complete.append(ColumnDef(column.name, kind, tight))
     return complete[: len(wanted)]
