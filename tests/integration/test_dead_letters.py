@@ -17,6 +17,7 @@ from millstream import BatchLimits, Engine, Mode, StreamSpec, TargetSpec
 from millstream.cli.app import app
 from millstream.embedded import EmbeddedPostgres
 from millstream.targets.lanes import sessions
+from millstream.transforms.shape import FieldFilter, Shape, Step
 from tests.fixtures.capture import source_spec
 from tests.fixtures.engines import QUICK, await_that
 from tests.fixtures.postgres import Database, fresh_database
@@ -139,6 +140,38 @@ def test_a_value_that_nobody_has_is_read_from_the_source(
         engine.resume("shop")
         caught_up(engine, database, "copy")
         assert narrow.sql(ITEMS) == database.sql(f"SELECT * FROM ({ITEMS}) t WHERE id IN (1, 2, 40)")
+        assert engine.dead_letters() == []
+
+
+def test_what_a_filter_needs_and_was_not_sent_is_read_from_the_source(
+    engine: Engine, database: Database, narrow: Database, tmp_path: Path
+) -> None:
+    """A long value that did not change is not sent, and the filter looks at it."""
+    create(database)
+    made = stream(tmp_path, database, narrow, ONE)
+    shape = Shape(fields=(FieldFilter("body", "prefix", ("in",)),), transforms=(Step("rename", (("id", "code"),)),))
+    with engine:
+        engine.upsert_stream(replace(made, shape=shape))
+        engine.await_ready("shop", 60)
+        database.sql(
+            f"INSERT INTO item SELECT i, 'old', CASE i % 2 WHEN 0 THEN 'in' ELSE 'out' END || repeat('x', {LONG}) "
+            "FROM generate_series(1, 6) i"
+        )
+        caught_up(engine, database, "copy", "other")
+        engine.pause("shop")
+        database.sql("UPDATE item SET name = 'new' WHERE id IN (1, 2)")
+        # By the time these are delivered, the source has gone on.
+        database.sql("UPDATE item SET name = 'first' WHERE id IN (3, 4)")
+        database.sql("UPDATE item SET name = 'second' WHERE id IN (3, 4)")
+        database.sql("UPDATE item SET name = 'short lived' WHERE id = 6")
+        database.sql("DELETE FROM item WHERE id = 6")
+        engine.resume("shop")
+        caught_up(engine, database, "copy", "other")
+        inside = database.sql("SELECT id, name, body FROM item WHERE body LIKE 'in%' ORDER BY id")
+        assert narrow.sql("SELECT code, name, body FROM item ORDER BY code") == inside
+        with closing(sqlite3.connect(tmp_path / "other.db")) as db:
+            assert db.execute('SELECT code, name, body FROM "public.item" ORDER BY code').fetchall() == inside
+        assert [row[:2] for row in inside] == [(2, "new"), (4, "second")]
         assert engine.dead_letters() == []
 
 

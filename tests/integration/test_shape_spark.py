@@ -22,6 +22,7 @@ from millstream.fold import fold
 from millstream.model import BatchLimits, StreamState
 from millstream.spark.changes import Shaped
 from millstream.spark.shaped import gathered
+from millstream.targets.rejects import Outstanding, RowsRejected, packed, unpacked
 from millstream.transforms.shape import FieldFilter, Shape, Shaping, SqlFilter, Step
 from tests.fixtures.delivery import Bench
 from tests.fixtures.histories import History
@@ -215,10 +216,22 @@ def test_what_does_not_compile_names_stream_table_and_column(
         shaped_by_spark(spark, shape, History(1).relation, [], tmp_path)
 
 
+def sent(change: pa.Table) -> pa.Table:
+    """The change as if nothing had been left out of it."""
+    place = change.column_names.index("_ms_unchanged")
+    return change.set_column(place, change.schema.field(place), pa.array([[]], change.schema.field(place).type))
+
+
 def test_a_value_that_was_not_sent_and_is_needed_is_never_guessed(spark: SparkSession, tmp_path: Path) -> None:
     history, batches = next(histories(False))
+    filtered = Shape(filters=(SqlFilter("doc <> ''"),))
+    with pytest.raises(RowsRejected, match="a filter needs doc, whose value is large") as lacking:
+        shaped_by_spark(spark, filtered, history.relation, batches, tmp_path, Outstanding(True))
+    assert {one.kind for one in lacking.value.rejects} == {"unsent"}
+    # With all values there is nothing to ask for.
+    whole = {one.event_id: packed(sent(unpacked(one.row))) for one in lacking.value.rejects}
+    shaped_by_spark(spark, filtered, history.relation, batches, tmp_path, Outstanding(True, completed=whole))
     for shape, said in (
-        (Shape(filters=(SqlFilter("doc <> ''"),)), "without doc, which a filter needs"),
         (
             Shape(transforms=(Step("add_sql", (("both", "concat(doc, note)"),)),)),
             "without doc, which both is computed from",

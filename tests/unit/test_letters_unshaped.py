@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
+import struct
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from millstream.engine import delivery
+from millstream.engine import delivery, repair
 from millstream.engine.home import Home
 from millstream.engine.redelivery import Outcome, Redelivery
 from millstream.errors import NotSupported
 from millstream.model import DeadLetters, Mode, OnReject, Relation, SourceSpec, StreamSpec, TargetSpec
-from millstream.transforms.shape import Shape, Step
+from millstream.transforms.shape import FieldFilter, Shape, Step
 from tests.fixtures.delivery import EVERYTHING, Bench
 from tests.fixtures.inprocess import FakeSpark, InProcessQuery
 from tests.fixtures.journals import Journal, shop_table
@@ -64,7 +65,8 @@ def retry(shop: Bench, shape: Shape) -> list[Outcome]:
     source = SourceSpec("journal", "postgres", "", None, ())
     home = Home(shop.root / "home")
     (home.path / "journals").mkdir(parents=True, exist_ok=True)
-    home.journal_path("journal").symlink_to(shop.journal.path)
+    if not home.journal_path("journal").exists():
+        home.journal_path("journal").symlink_to(shop.journal.path)
     stream = StreamSpec("shop", source, Mode.CDC, (target,), shape=shape)
     return Redelivery(home, shop.store, stream, "log").run([one.id for one in shop.store.letters("shop")])
 
@@ -81,6 +83,42 @@ def test_a_row_that_cannot_be_cast_is_a_letter_and_the_others_arrive(tmp_path: P
     assert deliver(shop) is None
     assert rows(shop) == [(n, 77 if n == 7 else n, "d") for n in range(100) if n != 40]
     assert [(one[0], one[4]) for one in letters(shop)] == [(8, "superseded"), (41, "superseded"), (102, "waiting")]
+
+
+FILTERED = Shape(fields=(FieldFilter("doc", "equals", ("d",)),), transforms=NUMBERS.transforms)
+
+
+def test_a_change_without_what_a_filter_needs_is_a_letter_if_the_source_does_not_have_it(tmp_path: Path) -> None:
+    shop = bench(tmp_path)
+    shop.shape = FILTERED
+    shop.journal.append(ORDERS, [insert(str(n), str(n), "d") for n in range(1, 5)])
+    assert deliver(shop) is None
+    changes = [update(["1", "11", ...]), update(["2", "22", ...]), update(["3", "33", "d"]), update(["4", "44", ...])]
+    shop.journal.append(ORDERS, [*changes, update(["4", "44", "e"])])
+    assert deliver(shop) is None
+    assert rows(shop) == [(1, 1, "d"), (2, 2, "d"), (3, 33, "d")]
+    # The letter of a row that a later change of the batch wrote, or removed, is gone.
+    assert letters(shop) == [(5, "u", "unsent", "1", "waiting"), (6, "u", "unsent", "2", "waiting")]
+    first, _ = shop.store.letters("shop")
+    assert first.reason.startswith("public.orders: a filter needs doc, whose value is large, did not change")
+    assert "the source cannot be asked" in first.reason
+    shop.journal.append(ORDERS, [update(["1", "111", "d"]), delete(key=["2", None, None])])
+    assert deliver(shop) is None
+    assert (rows(shop), letters(shop)) == ([(1, 111, "d"), (3, 33, "d")], [])
+
+
+def test_a_change_without_what_a_filter_needs_is_retried_with_the_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop = bench(tmp_path)
+    shop.shape = FILTERED
+    shop.journal.append(ORDERS, [insert("1", "1", "d"), update(["1", "11", ...])])
+    assert deliver(shop) is None
+    assert [one.outcome for one in retry(shop, FILTERED)] == ["rejected"]
+    row = struct.pack(">hii", 3, 4, 1) + struct.pack(">i", 2) + b"11" + struct.pack(">i", 1) + b"d"
+    monkeypatch.setattr(repair, "read_keys", lambda *_: iter([pa.array([row], pa.large_binary())]))
+    assert [one.outcome for one in retry(shop, FILTERED)] == ["delivered"]
+    assert (rows(shop), letters(shop)) == ([(1, 11, "d")], [])
 
 
 def test_on_reject_halt_names_table_column_and_change_and_not_the_value(tmp_path: Path) -> None:

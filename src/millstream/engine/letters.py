@@ -23,7 +23,7 @@ from millstream.model import Json, OnOverflow, OnReject, SeqRange, StreamSpec, T
 from millstream.observe import Level
 from millstream.spark.baseline import BaselinePlan
 from millstream.spark.stage import StagePlan, decoded_slices
-from millstream.state.base import MISSING_BASE, TRANSFORM, Letter, LetterState, StateStore
+from millstream.state.base import INCOMPLETE, UNSHAPED, Letter, LetterState, StateStore
 from millstream.targets.base import Rejecting, Target
 from millstream.targets.rejects import Guard, Held, Outstanding, Reject, RowsRejected, Unshapable
 
@@ -43,6 +43,8 @@ class LetterBox:
         self._tell = tell
         self._recorded: dict[str, str] = {}
         """Event ids of the letters of the batch at hand, with their kinds: left out of it even if they were dropped."""
+        self._completed: dict[str, bytes] = {}
+        """By event id the source's changes of the batch at hand that lacked what a filter needs, with all values."""
 
     def forget(self) -> None:
         """The target begins anew: what it could not take before is of no interest any more."""
@@ -51,6 +53,7 @@ class LetterBox:
     def deliver(self, plan: Plan, attempt: Callable[[Plan], BatchResult]) -> BatchResult:
         """Run a batch until the target has all that it can take of it. Raises what the target refuses as a whole."""
         self._recorded.clear()
+        self._completed.clear()
         try:
             return attempt(self._informed(plan, {}))
         except RowsRejected as found:
@@ -102,25 +105,34 @@ class LetterBox:
     def _informed(self, plan: Plan, repaired: dict[str, bytes], unshapable: Mapping[str, str] | None = None) -> Plan:
         """The plan with what a task must know of letters; nothing where there are none."""
         letters = self._store.letters(self._stream.name, self._spec.name)
-        if not (letters or repaired or self._recorded or unshapable):
+        if not (letters or repaired or self._recorded or unshapable or self._completed):
             return plan
         kinds = {**{letter.event_id: letter.kind for letter in letters}, **self._recorded}
-        unshaped = frozenset(event for event, kind in kinds.items() if kind == TRANSFORM)
+        unshaped = frozenset(event for event, kind in kinds.items() if kind in UNSHAPED)
         outstanding = Outstanding(
-            self._mirrors, self.held(), frozenset(kinds), repaired, unshaped, dict(unshapable or {})
+            self._mirrors,
+            self.held(),
+            frozenset(kinds),
+            repaired,
+            unshaped,
+            dict(unshapable or {}),
+            dict(self._completed),
         )
         return replace(plan, outstanding=outstanding)
 
     def _take(self, rejects: Sequence[Reject], repaired: dict[str, bytes]) -> dict[str, bytes]:
         """Complete or write down what was rejected. Returns all that was completed of this batch."""
         policy = self._spec.dead_letters
-        lacking = [one for one in rejects if one.kind == MISSING_BASE and one.event_id not in repaired]
+        tried = {*repaired, *self._completed}
+        lacking = [one for one in rejects if one.event_id not in tried and one.kind in INCOMPLETE]
         outcome = repair(self._stream, lacking)
-        done = {**repaired, **outcome.repaired}
+        unshaped = {one.event_id for one in lacking if one.kind in UNSHAPED}
+        self._completed.update((event, row) for event, row in outcome.repaired.items() if event in unshaped)
+        done = {**repaired, **{event: row for event, row in outcome.repaired.items() if event not in unshaped}}
         if outcome.repaired:
             message = f"{len(outcome.repaired)} changes lacked a value that was not sent; it was read at the source"
             self._tell("letters.repaired", message, Level.INFO, {"changes": len(outcome.repaired)})
-        letters = [*outcome.left, *(one for one in rejects if one.kind != MISSING_BASE or one.event_id in repaired)]
+        letters = [*outcome.left, *(one for one in rejects if one not in lacking)]
         if not letters:
             return done
         if policy.on_reject is OnReject.HALT:

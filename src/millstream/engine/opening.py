@@ -286,7 +286,7 @@ class Opening:
         if self.shaping is None or relation_id == MESSAGES or wants_spark(self.shaping, relation):
             return int(rows.num_rows)
         decoded = (assemble(part, relation, relation_id, "") for part in pieces(rows))
-        return sum(batch.num_rows for batch in Shaped(self.shaping, relation, relation_id, decoded))
+        return sum(batch.num_rows for batch in Shaped(self.shaping, relation, relation_id, decoded, skip=True))
 
     def _saved(self) -> Cursor | None:
         return self._store.get_cursor(self._stream, self._name)

@@ -7,7 +7,7 @@ can be repeated: who is killed between the target and the state store finds the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from uuid import uuid4
 
 import pyarrow as pa
@@ -20,7 +20,7 @@ from millstream.errors import ConfigError, NotSupported, RowRefused
 from millstream.failpoint import failpoint
 from millstream.journal import JournalReader
 from millstream.model import Json, Mode, Op, Relation, StreamSpec
-from millstream.state.base import MISSING_BASE, TRANSFORM, Letter, LetterState, StateStore
+from millstream.state.base import INCOMPLETE, MISSING_BASE, UNSENT, UNSHAPED, Letter, LetterState, StateStore
 from millstream.targets.base import Rejecting, Target, TargetContext
 from millstream.targets.lanes.tables import mirror_key
 from millstream.targets.rejects import Reject, key_texts, relies_on_its_row, unpacked
@@ -93,7 +93,7 @@ class Redelivery:
         failpoint("letters.redelivered")
         if target.mirrors:
             for other in self._of_its_row(letter):
-                if other.seq < letter.seq and other.kind == MISSING_BASE:
+                if other.seq < letter.seq and other.kind in INCOMPLETE:
                     self._store.remove_letters([other.id])
                 elif other.seq < letter.seq:
                     self._store.mark_letter(other.id, superseded_by=letter.seq)
@@ -105,10 +105,15 @@ class Redelivery:
     def _redeliver(self, target: Rejecting, letter: Letter) -> bool:
         """Deliver the change, with the values that it relies on if the target does not have them."""
         relation, change = Relation.from_json(letter.relation), unpacked(letter.payload)
-        if letter.kind == TRANSFORM:
+        if letter.kind in UNSHAPED:
             # Spark is not loaded for letters that can do without it.
             from millstream.engine.reshaping import reshaped
 
+            if letter.kind == UNSENT:
+                completed = repair(self._stream, [_as_reject(letter)])
+                if completed.left:
+                    raise RowRefused(completed.left[0].reason)
+                change = unpacked(completed.repaired[letter.event_id])
             shaping = Shaping(self._stream.name, self._stream.shape, target.mirrors)
             relation, change = reshaped(shaping, relation, letter.relation_id, change)
             if not change.num_rows:
@@ -120,7 +125,7 @@ class Redelivery:
         stale = stale and relies_on_its_row(change.to_batches()[0], 0)
         if letter.kind != MISSING_BASE and not stale:
             return target.redeliver(relation, letter.relation_id, change)
-        outcome = repair(self._stream, [_as_reject(letter)])
+        outcome = repair(self._stream, [replace(_as_reject(letter), kind=MISSING_BASE)])
         if outcome.repaired:
             return target.redeliver(relation, letter.relation_id, unpacked(outcome.repaired[letter.event_id]))
         if letter.kind == MISSING_BASE and not stale:

@@ -7,6 +7,9 @@ completed itself, and nothing is lost by waiting for it.
 
 A value that is read may be newer than the change in one case: when a later change touched it alone. That one
 carries the value, and has a higher version. So the mirror can be early with it, but never wrong in the end.
+
+A change that lacks what a filter needs (`unsent`) is the source's own: it is completed before filters get it. One that
+they have shaped is not, and cannot be compared with the source's row.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from millstream.errors import MillstreamError
 from millstream.model import Op, Relation, SourceSpec, StreamSpec
 from millstream.sources import read_keys
 from millstream.sources.decoders import decoder
+from millstream.state.base import UNSENT
 from millstream.targets.lanes.copy_text import value_text
 from millstream.targets.rejects import Reject, packed, unpacked
 from millstream.wire.json_columns import json_text
@@ -49,17 +53,14 @@ class _Rows:
 
 
 def repair(stream: StreamSpec, rejects: Sequence[Reject]) -> Repair:
-    """Complete what can be completed. Never raises for a source that cannot be asked: the changes are left then.
-
-    A stream that shapes its rows has none that are the source's.
-    """
-    if stream.shape:
-        why = "and the stream changes rows on their way, so that the source's would not do"
-        return Repair({}, tuple(_because(one, why) for one in rejects))
+    """Complete what can be completed. Never raises for a source that cannot be asked: the changes are left then."""
     repaired: dict[str, bytes] = {}
     left: list[Reject] = []
     groups: dict[str, list[Reject]] = {}
     for one in rejects:
+        if stream.shape and one.kind != UNSENT:
+            left.append(_because(one, "and the stream changes rows on their way, so that the source's would not do"))
+            continue
         groups.setdefault(Relation.from_json(one.relation).fingerprint(), []).append(one)
     for group in groups.values():
         try:
@@ -67,8 +68,9 @@ def repair(stream: StreamSpec, rejects: Sequence[Reject]) -> Repair:
         except MillstreamError as failed:
             left += [_because(one, f"the source cannot be asked for them ({type(failed).__name__})") for one in group]
             continue
+        key = _key(exposed(Relation.from_json(group[0].relation)))
         for one in group:
-            number = rows.numbers.get(one.key or "")
+            number = rows.numbers.get(_key_text(unpacked(one.row), key))
             if number is None:
                 left.append(_because(one, "and the source no longer has the row under this key"))
                 continue
@@ -81,12 +83,22 @@ def repair(stream: StreamSpec, rejects: Sequence[Reject]) -> Repair:
 
 
 def _because(one: Reject, why: str) -> Reject:
-    return replace(one, reason=f"{one.table}: {_LACKS}, {why}")
+    said = one.reason if one.kind == UNSENT else f"{one.table}: {_LACKS}"
+    return replace(one, reason=f"{said}, {why}")
+
+
+def _key(seen: Relation) -> tuple[str, ...]:
+    return seen.primary_key if seen.identity == "f" else seen.key
+
+
+def _key_text(rows: pa.Table, key: Sequence[str]) -> str:
+    """The key of the first row."""
+    return ",".join(json_text(_one(rows[name]))[0].as_py() for name in key)
 
 
 def _read(source: SourceSpec, relation: Relation, rejects: Sequence[Reject]) -> _Rows:
     seen = exposed(relation)
-    key = seen.primary_key if relation.identity == "f" else seen.key
+    key = _key(seen)
     places = [[column.name for column in seen.columns].index(name) for name in key]
     changes = pa.concat_tables([unpacked(one.row) for one in rejects]).combine_chunks()
     texts = [value_text(_one(changes[name])).to_pylist() for name in key]

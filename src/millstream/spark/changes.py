@@ -8,13 +8,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.errors import RowUnshaped
+from millstream.errors import MissingBase, RowUnshaped
 from millstream.latest import booleans
 from millstream.model import Relation
 from millstream.spark.rows import MESSAGES
 from millstream.targets.lanes.tables import mirror_key
-from millstream.targets.rejects import AT_ONCE, BYTES_AT_ONCE, Outstanding, Reject, RowsRejected, unshaped_reject
-from millstream.transforms.aside import rows_of, shaped_apart, stubs
+from millstream.targets.rejects import (
+    AT_ONCE,
+    BYTES_AT_ONCE,
+    Outstanding,
+    Reject,
+    RowsRejected,
+    substituted,
+    unshaped_reject,
+)
+from millstream.transforms.aside import rows_of, shaped_apart, stubs, without_unsent
 from millstream.transforms.compiled import Compiled, compiled
 from millstream.transforms.shape import Shaping
 
@@ -37,12 +45,13 @@ class Aside:
         self._mirrors = mirrors
         it = outstanding or Outstanding()
         self._unshapable = it.unshapable
+        self._completed = it.completed
         self._events = pa.array(sorted(it.unshaped.union(it.unshapable)), pa.string())
         self._rejects: list[Reject] = []
 
     def pieces(self, batch: pa.RecordBatch) -> Iterator[tuple[pa.RecordBatch, bool]]:
         """The batch in pieces, in order: changes that can be shaped, as far as is known, and each one that cannot."""
-        begin = 0
+        batch, begin = substituted(batch, self._completed), 0
         if len(self._events):
             for at in np.flatnonzero(booleans(pc.is_in(batch["_ms_event_id"], self._events))).tolist():
                 if at > begin:
@@ -56,16 +65,21 @@ class Aside:
         """What goes on of a change that cannot be transformed: where rows have keys, its key."""
         why = self._unshapable.get(row["_ms_event_id"][0].as_py())
         if why is not None:
-            self.reject(row, why)
+            self.reject(row, RowUnshaped(why))
         return stubs(self._bound, row) if self._mirrors else None
 
-    def reject(self, row: pa.RecordBatch, why: str) -> None:
+    def reject(self, row: pa.RecordBatch, why: RowUnshaped) -> None:
         """Note a change that cannot be transformed. Raises RowsRejected when there are too many to carry."""
         key = mirror_key(self._bound.relation) if self._mirrors else ()
         stub = stubs(self._bound, row)
         self._rejects.append(unshaped_reject(self._relation, self._relation_id, row, stub, key, why))
         if len(self._rejects) >= AT_ONCE or sum(len(one.row) for one in self._rejects) >= BYTES_AT_ONCE:
             self.check()
+
+    def reject_unsent(self, batch: pa.RecordBatch) -> None:
+        """Note the changes that lack what a filter needs."""
+        for row, why in without_unsent(self._bound, batch)[1]:
+            self.reject(row, why)
 
     def check(self) -> None:
         """Raise RowsRejected if changes were found that cannot be transformed. To be called after the last one."""
@@ -85,10 +99,12 @@ class Shaped:
         outstanding: Outstanding | None = None,
         *,
         skip: bool = False,
+        bygone: bool = False,
     ) -> None:
         """Raises ConfigError when the stream's filters and transforms do not fit the relation.
 
-        `skip`: what cannot be transformed is left out.
+        `skip`: what cannot be transformed is left out. `bygone`: the target has these changes, so that nobody asks
+        any more what they were: of such a one its key goes on.
         """
         # Messages belong to no table: there is nothing in them to filter by.
         self._bound = self._aside = None
@@ -98,6 +114,7 @@ class Shaped:
             self._aside = Aside(self._bound, relation, relation_id, outstanding, mirrors=shaping.mirrors)
         self._changes = changes
         self._skip = skip
+        self._bygone = bygone
         self.relation = relation if self._bound is None else self._bound.relation
         """The table as the target sees it."""
         self.left_out = 0
@@ -121,8 +138,10 @@ class Shaped:
     def _shaped(self, bound: Compiled, aside: Aside, batch: pa.RecordBatch) -> list[pa.RecordBatch]:
         try:
             return [bound.changes(batch)]
-        except RowUnshaped:
+        except (MissingBase, RowUnshaped):
             made, failed = shaped_apart(bound, batch)
-            for row, refused in failed if not self._skip else ():
-                aside.reject(row, refused.message)
+            if self._bygone:
+                return [*made, *(stubs(bound, row) for row, _ in failed)]
+            for row, why in failed if not self._skip else ():
+                aside.reject(row, why)
             return made

@@ -38,7 +38,7 @@ from millstream.spark.changes import Aside
 from millstream.spark.stage import describe
 from millstream.targets.rejects import Outstanding, packed
 from millstream.transforms.block import Block, name_lists, text_maps, truths
-from millstream.transforms.changes import Rows, apart, check_known
+from millstream.transforms.changes import Rows, apart, unsent
 from millstream.transforms.compiled import Compiled, recompiled
 from millstream.transforms.shape import Shaping
 from millstream.transforms.sql import Output, SqlStep
@@ -115,7 +115,10 @@ def _split(
                     yield _stub_note(stub, schema)
                 continue
             rows = apart(piece, rule)
-            check_known(rows, rule)
+            if unsent(rows, rule)[1]:
+                # Nothing of the batch will be written.
+                aside.reject_unsent(piece)
+                continue
             count += piece.num_rows
             yield _images(piece, rows, (rule.meets(rows.new), rule.meets(rows.old)), rule.key, schema)
     aside.check()

@@ -124,7 +124,7 @@ def decoded(
 def decoded_slices(
     plan: StagePlan, planned: Sequence[tuple[Slice, SeqRange]]
 ) -> Iterator[tuple[Relation, int, Iterator[pa.RecordBatch]]]:
-    """The changes that a stream has in slices, decoded and shaped when they are read, by relation."""
+    """The changes of a batch that the target has, decoded and shaped when they are read, by relation."""
     slices, _ = share(plan.locations, plan.tables, planned)
     opener = Opener(plan.locations, slices)
     for (journal_id, relation_id), group in groupby(slices, key=lambda piece: (piece[0].journal_id, piece[0].relation)):
@@ -134,7 +134,7 @@ def decoded_slices(
             continue
         rows = Rows(opener, plan.after_position, list(group))
         raw = decoded(relation, relation_id, plan.event_prefix, rows)
-        changes = Shaped(plan.shaping, relation, relation_id, raw, plan.outstanding)
+        changes = Shaped(plan.shaping, relation, relation_id, raw, plan.outstanding, bygone=True)
         yield changes.relation, relation_id, iter(changes)
 
 

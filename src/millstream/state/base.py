@@ -19,6 +19,13 @@ MISSING_BASE = "missing_base"
 """The kind of letters whose change left out a value that nobody had."""
 TRANSFORM = "transform"
 """The kind of letters that a filter or transform fails on: what they hold is the source's change."""
+UNSENT = "unsent"
+"""The kind of letters that lack what a filter needs; they too hold the source's change."""
+
+UNSHAPED = (TRANSFORM, UNSENT)
+"""Kinds of letters that were never given to filters and transforms, or failed there."""
+INCOMPLETE = (MISSING_BASE, UNSENT)
+"""Kinds of letters that lack values: they are of no more use, and go, when a later change writes their row."""
 
 FAULTS = 1000
 """How many faults of each stream are kept."""

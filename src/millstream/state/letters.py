@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from millstream.failpoint import failpoint
-from millstream.state.base import MISSING_BASE, Letter, LetterState
+from millstream.state.base import INCOMPLETE, Letter, LetterState
 
 SINCE_3 = """
 create table letters (
@@ -100,7 +100,7 @@ def supersede(db: sqlite3.Connection, stream: str, target: str, events: Mapping[
     """Note, in a transaction that is open, that these letters' rows were written by later changes."""
     mine = "where stream = ? and target = ? and event_id = ?"
     for event, seq in events.items():
-        db.execute(f"delete from letters {mine} and kind = ?", (stream, target, event, MISSING_BASE))
+        db.execute(f"delete from letters {mine} and kind in (?, ?)", (stream, target, event, *INCOMPLETE))
         db.execute(f"{_SUPERSEDE} {mine}", (seq, stream, target, event))
 
 

@@ -18,7 +18,7 @@ from millstream.model import Cursor, Json
 from millstream.registry.kinds import Decided
 from millstream.state.base import (
     FAULTS,
-    MISSING_BASE,
+    INCOMPLETE,
     EpochRecord,
     Fault,
     Letter,
@@ -151,7 +151,7 @@ class MemoryStateStore:
             self._count(*key, tallies)
             for id, letter in list(self._letters.items()):
                 if (letter.stream, letter.target) == key and letter.event_id in (superseded or {}):
-                    if letter.kind == MISSING_BASE:
+                    if letter.kind in INCOMPLETE:
                         del self._letters[id]
                     else:
                         self._supersede(id, (superseded or {})[letter.event_id])

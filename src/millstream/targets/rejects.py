@@ -40,7 +40,7 @@ class Reject:
     seq: int
     op: str
     kind: str
-    """value | constraint | encoding | missing_base | transform"""
+    """value | constraint | encoding | missing_base | transform | unsent"""
     reason: str
     key: str | None
     """The key of the row after the change, as JSON text; None where rows have no key."""
@@ -49,7 +49,7 @@ class Reject:
     row: bytes
     """The change in the schema of the relation's changelog, as an Arrow IPC stream.
 
-    Of the kind `transform` relation and change are the source's: nothing was made of them.
+    Of the kinds `transform` and `unsent` relation and change are the source's: nothing was made of them.
     """
 
     def to_json(self) -> Json:
@@ -104,6 +104,8 @@ class Outstanding:
     """Those of `left_out` that filters or transforms fail on: they must not be given to these again."""
     unshapable: Mapping[str, str] = field(default_factory=dict)
     """By event id changes that were found to be such, with the reason: to be told as rejects, with their rows."""
+    completed: Mapping[str, bytes] = field(default_factory=dict)
+    """By event id changes of the source that were completed before filters and transforms get them."""
 
 
 def packed(rows: pa.Table) -> bytes:
@@ -138,10 +140,15 @@ def reject(
 
 
 def unshaped_reject(
-    relation: Relation, relation_id: int, row: pa.RecordBatch, stub: pa.RecordBatch, key: Sequence[str], why: str
+    relation: Relation,
+    relation_id: int,
+    row: pa.RecordBatch,
+    stub: pa.RecordBatch,
+    key: Sequence[str],
+    why: RowUnshaped,
 ) -> Reject:
     """A change of the source that cannot be transformed. `stub` has its key as the target has it."""
-    found = reject(relation, relation_id, pa.Table.from_batches([row]), (), RowUnshaped(why))
+    found = reject(relation, relation_id, pa.Table.from_batches([row]), (), why)
     return replace(found, key=key_texts(stub, key)[0][0].as_py() if key else None)
 
 
@@ -158,6 +165,20 @@ def key_texts(rows: pa.Table | pa.RecordBatch, key: Sequence[str]) -> tuple[pa.S
 
 def _one(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     return pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
+
+
+def substituted(batch: pa.RecordBatch, completed: Mapping[str, bytes]) -> pa.RecordBatch:
+    """The changes with those that were completed (by event id, as IPC streams) in their places."""
+    if not completed:
+        return batch
+    numbers = {event: number for number, event in enumerate(batch["_ms_event_id"].to_pylist())}
+    more = [event for event in completed if event in numbers]
+    if not more:
+        return batch
+    order = np.arange(batch.num_rows)
+    rows = [unpacked(completed[event]).combine_chunks().to_batches()[0] for event in more]
+    order[[numbers[event] for event in more]] = batch.num_rows + np.arange(len(more))
+    return pa.concat_batches([batch, *rows]).take(whole_numbers(order))
 
 
 class Guard:
@@ -187,25 +208,12 @@ class Guard:
 
     def _passed(self, it: _Concerned, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
-            batch = self._repaired(batch)
+            batch = substituted(batch, self._it.repaired)
             pieces, begin = [], 0
             for at in it.concerned(batch, self._it.left_out):
                 pieces += [batch.slice(begin, at - begin), *self._instead(it, batch.slice(at, 1))]
                 begin = at + 1
             yield pa.concat_batches([*pieces, batch.slice(begin)]) if pieces else batch
-
-    def _repaired(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The changes with those that were completed in their places."""
-        if not self._it.repaired:
-            return batch
-        numbers = {event: number for number, event in enumerate(batch["_ms_event_id"].to_pylist())}
-        order = np.arange(batch.num_rows)
-        more = [event for event in self._it.repaired if event in numbers]
-        if not more:
-            return batch
-        rows = [unpacked(self._it.repaired[event]).combine_chunks().to_batches()[0] for event in more]
-        order[[numbers[event] for event in more]] = batch.num_rows + np.arange(len(more))
-        return pa.concat_batches([batch, *rows]).take(whole_numbers(order))
 
     def _instead(self, it: _Concerned, row: pa.RecordBatch) -> list[pa.RecordBatch]:
         """What goes on of a change. What it makes obsolete, or lacks, is noted."""

@@ -15,7 +15,7 @@ from millstream.errors import RowUnshaped
 from millstream.latest import whole_numbers
 from millstream.sources.decoders import decoded_schema
 from millstream.transforms.block import Block
-from millstream.transforms.changes import Rows, apart, together
+from millstream.transforms.changes import Rows, apart, together, unsent
 from millstream.transforms.compiled import Compiled
 from millstream.transforms.sql import SqlStep
 
@@ -53,11 +53,11 @@ def shaped_apart(
 ) -> tuple[list[pa.RecordBatch], list[tuple[pa.RecordBatch, RowUnshaped]]]:
     """The changes of a batch that was refused, shaped without those that cannot be: these come second.
 
-    Cut in two until single changes are left.
+    Those that lack what a filter needs are known; the rest is cut in two until single changes are left.
     """
     made: list[pa.RecordBatch] = []
-    failed: list[tuple[pa.RecordBatch, RowUnshaped]] = []
-    waiting = [batch]
+    batch, failed = without_unsent(bound, batch)
+    waiting = [batch] if batch.num_rows else []
     while waiting:
         piece = waiting.pop(0)
         try:
@@ -72,6 +72,21 @@ def shaped_apart(
             except RowUnshaped as refused:
                 failed.append((piece, refused))
     return made, failed
+
+
+def without_unsent(
+    bound: Compiled, batch: pa.RecordBatch
+) -> tuple[pa.RecordBatch, list[tuple[pa.RecordBatch, RowUnshaped]]]:
+    """The changes without those that did not send what a filter needs; and these, one by one."""
+    lacking, column = unsent(apart(batch, bound.rule), bound.rule)
+    if not column:
+        return batch, []
+    why = RowUnshaped(
+        f"{bound.rule.table}: a filter needs {column}, whose value is large, did not change, and was not sent",
+        kind="unsent",
+    )
+    failed = [(rows_of(batch, at, at + 1), why) for at in np.flatnonzero(lacking).tolist()]
+    return batch.take(whole_numbers(np.flatnonzero(~lacking))), failed
 
 
 def rows_of(batch: pa.RecordBatch, begin: int, end: int) -> pa.RecordBatch:

@@ -133,10 +133,19 @@ def apart(batch: pa.RecordBatch, rule: Rule) -> Rows:
 
 def check_known(rows: Rows, rule: Rule) -> None:
     """Raise MissingBase if a filter needs what a change did not send."""
+    lacking, column = unsent(rows, rule)
+    if column:
+        raise lacks(rule.table, int(lacking.sum()), column, "a filter needs")
+
+
+def unsent(rows: Rows, rule: Rule) -> tuple[Bools, str]:
+    """Which changes did not send what a filter needs, and the column that it is; "" where there is no such change."""
+    found, column = np.zeros(len(rows.op), bool), ""
     for name in rule.needs:
         unknown = rows.new.unknown.get(name)
         if unknown is not None and unknown.any():
-            raise lacks(rule.table, int(unknown.sum()), name, "a filter needs")
+            found, column = found | unknown, column or name
+    return found, column
 
 
 def lacks(table: str, count: int, column: str, why: str) -> MissingBase:
