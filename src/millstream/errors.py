@@ -16,6 +16,7 @@
     │   ├── JournalMismatch    a cursor and the journal do not belong together
     │   └── OutOfRange         the asked position is not in the retained journal
     ├── ExecutorUnfit          transient: an executor of the cluster lacks the package or cannot see the journal
+    ├── SparkEnded             the session that all deliveries run in is gone; the engine stops
     ├── TargetError
     │   ├── TargetUnavailable  transient: try the batch again later
     │   └── TargetRefused      permanent: this target stops, the others go on
@@ -132,6 +133,10 @@ class ExecutorUnfit(MillstreamError):
     """An executor of the cluster lacks what a task needs. Another may have it: the batch is tried again."""
 
     transient = True
+
+
+class SparkEnded(MillstreamError):
+    """The Spark session that deliveries run in has ended: its JVM died, or was stopped. The engine stops, too."""
 
 
 class TargetError(MillstreamError):

@@ -54,6 +54,27 @@ def test_a_missing_table_is_named(tmp_path: Path, database: Database) -> None:
     assert any("public.nothing" in message for _, message in findings(found, "error"))
 
 
+def test_a_partition_that_comes_as_its_root_is_an_error(tmp_path: Path, database: Database) -> None:
+    database.sql("CREATE TABLE parts (id int PRIMARY KEY) PARTITION BY RANGE (id)")
+    database.sql("CREATE TABLE parts_low PARTITION OF parts FOR VALUES FROM (0) TO (100)")
+    source = {"name": "shop", "kind": "postgres", "uri": database.uri}
+    streams = [
+        {
+            "name": name,
+            "source": {**source, "tables": [f"public.{name}"]},
+            "mode": "cdc",
+            "targets": [{**FILES, "path": f"./{name}"}],
+        }
+        for name in ("parts", "parts_low")
+    ]
+    (tmp_path / "shop.yaml").write_text(json.dumps({"streams": streams}))
+    result = CliRunner().invoke(app, ["check", "--connect", "--json", str(tmp_path / "shop.yaml")])
+    assert result.exit_code == 1
+    ((name, said),) = findings(json.loads(result.stdout), "error")
+    assert name == "partitions"
+    assert said.startswith("stream parts_low: public.parts_low is a partition of public.parts, which another stream")
+
+
 def test_a_server_that_is_not_there_is_a_finding(tmp_path: Path, database: Database) -> None:
     uri = f"postgresql://postgres@127.0.0.1:1/{database.name}"
     code, found = check(tmp_path, uri, ["public.orders"])

@@ -152,7 +152,7 @@ def test_what_a_filter_needs_and_was_not_sent_is_read_from_the_source(
     shape = Shape(fields=(FieldFilter("body", "prefix", ("in",)),), transforms=(Step("rename", (("id", "code"),)),))
     with engine:
         engine.upsert_stream(replace(made, shape=shape))
-        engine.await_ready("shop", 60)
+        engine.await_ready("shop", 120)
         database.sql(
             f"INSERT INTO item SELECT i, 'old', CASE i % 2 WHEN 0 THEN 'in' ELSE 'out' END || repeat('x', {LONG}) "
             "FROM generate_series(1, 6) i"

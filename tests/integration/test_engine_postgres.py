@@ -9,6 +9,7 @@ from pyspark.sql import SparkSession
 
 from millstream import Engine, Mode, StreamSpec, TargetSpec
 from millstream.doctor import State, check_slots
+from millstream.errors import ConfigError, NotReady
 from tests.fixtures.capture import source_spec
 from tests.fixtures.engines import QUICK, await_that, delivered
 from tests.fixtures.postgres import Database
@@ -70,6 +71,33 @@ def test_deleting_the_last_stream_leaves_nothing_on_the_server(
     assert not any(database.name in one.found for one in check_slots(engine.home.path))
     assert engine.delete_stream("orders")["source"] == "removed"
     assert made_on(database) == (0, 0)
+
+
+def test_a_partition_that_another_stream_captures_as_its_root_is_refused(
+    engine: Engine, database: Database, tmp_path: Path
+) -> None:
+    database.sql("CREATE TABLE parts (id int PRIMARY KEY, note text) PARTITION BY RANGE (id)")
+    database.sql("CREATE TABLE parts_low PARTITION OF parts FOR VALUES FROM (0) TO (100)")
+    database.sql("CREATE TABLE parts_high (id int PRIMARY KEY, note text)")
+    whole = stream(tmp_path, database, "whole", "public.parts")
+    said = r"stream {0}: public\.parts_{0} is a partition of public\.parts, which another stream of this source names"
+    engine.upsert_stream(stream(tmp_path, database, "low", "public.parts_low"))
+    with pytest.raises(ConfigError, match=said.format("low")):
+        engine.upsert_stream(whole)
+    assert [one.name for one in engine.list_streams()] == ["low"]
+    # What becomes a partition later is found when the streams start.
+    engine.upsert_stream(stream(tmp_path, database, "low", "public.parts_high", "public.parts_low", "public.parts"))
+    engine.upsert_streams([whole, stream(tmp_path, database, "high", "public.parts_high")])
+    database.sql("ALTER TABLE parts ATTACH PARTITION parts_high FOR VALUES FROM (100) TO (200)")
+    with engine:
+        with pytest.raises(NotReady, match=said.format("high")):
+            engine.await_ready("high", 120)
+        for name in ("low", "whole"):
+            engine.await_ready(name, 120)
+        database.sql("INSERT INTO parts VALUES (1, 'low'), (101, 'high')")
+        for name in ("low", "whole"):
+            await_that(lambda name=name: engine.get_status(name).events_replicated == 2)  # type: ignore[misc]
+            assert delivered(tmp_path, name) == {"public.parts": [(1, "low"), (101, "high")]}
 
 
 @pytest.mark.spark

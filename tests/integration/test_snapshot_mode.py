@@ -12,8 +12,10 @@ from typing import Any
 
 import pyarrow.compute as pc
 import pytest
+from typer.testing import CliRunner
 
 from millstream import Engine, Mode, StreamSpec, StreamState, TargetSpec
+from millstream.cli.app import app
 from millstream.embedded import EmbeddedPostgres
 from millstream.errors import ConfigError, NotReady
 from millstream.sources import preflight_copy
@@ -114,6 +116,30 @@ def test_every_kind_of_target_gets_a_copy_once_and_nothing_is_left_on_the_source
         tables = {table.name: (table.events_replicated, table.snapshot) for table in one.tables}
         assert tables == {"public.orders": (3, "done"), "public.nothing": (0, "done")}
     assert engine.delete_stream("copy")["source"] == "nothing was made on it"
+
+
+COMMANDED = """\
+name: copy
+source: {{kind: postgres, uri: "{uri}", tables: [public.orders]}}
+mode: snapshot
+targets: [{{name: lite, kind: sqlite, path: copy.sqlite}}]
+"""
+
+
+def test_the_command_copies_and_ends(
+    database: Database, tmp_path: Path, no_spark: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create(database)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "copy.yaml").write_text(COMMANDED.format(uri=database.uri))
+    for said in ("stream copy is complete: every target has a copy of the tables",) * 2:
+        done = CliRunner().invoke(app, ["run", "copy.yaml"])
+        assert done.exit_code == 0, done.output
+        assert said in done.stderr
+        with closing(sqlite3.connect(tmp_path / "copy.sqlite")) as lite:
+            assert lite.execute('SELECT id, note FROM "public.orders" ORDER BY id').fetchall() == ROWS
+        database.sql("INSERT INTO orders VALUES (4, 'too late') ON CONFLICT DO NOTHING")
+    assert left_on(database) == []
 
 
 def test_a_copy_with_a_limit_on_columns_and_rows(engine: Engine, database: Database, tmp_path: Path) -> None:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from py4j.protocol import Py4JNetworkError
 
 from millstream import Engine, StreamState, TargetSpec
 from millstream.config.definition import definition
-from millstream.engine import running
-from millstream.errors import NotReady, TargetUnavailable
+from millstream.engine import delivery, running
+from millstream.errors import NotReady, SparkEnded, TargetUnavailable
 from millstream.model import SeqRange
 from millstream.targets import open_target
 from millstream.targets.base import Receipt, Target
 from millstream.testing import Script
 from tests.fixtures.delivery import Watching
 from tests.fixtures.engines import await_that, delivered, stream
+from tests.fixtures.inprocess import FakeSpark
 from tests.unit.test_delivery import failing
 
 ONE = {"public.orders": [(1, "one")]}
@@ -63,20 +66,60 @@ class Slow:
         self._inner.publish(range, end_position, receipts)
 
 
+def slow_copies(monkeypatch: pytest.MonkeyPatch, *, may_end: threading.Event) -> threading.Event:
+    """From now on batches to targets named `copy` wait for `may_end`. Returns what is set when one does."""
+    entered = threading.Event()
+
+    def opened(spec: TargetSpec) -> Target:
+        made = open_target(spec)
+        return Slow(made, entered, may_end) if spec.name == "copy" else made  # type: ignore[return-value]
+
+    monkeypatch.setattr(running, "open_target", opened)
+    return entered
+
+
+def test_a_pause_that_waits_for_its_batch_holds_up_no_other_request(
+    engine: Engine, script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end = threading.Event()
+    entered = slow_copies(monkeypatch, may_end=may_end)
+    other = Engine(engine.home)
+    engine.start()
+    engine.upsert_streams([stream(script, tmp_path, targets="copy"), stream(script, tmp_path, "bank")])
+    for name in ("shop", "bank"):
+        engine.await_ready(name, 120)
+    script.insert("public.orders", id=1, note="one")
+    assert entered.wait(60)
+    with ThreadPoolExecutor(2) as beside:
+        waiting = [beside.submit(one.pause, "shop", "copy") for one in (engine, other)]
+        await_that(lambda: engine.get_status("shop").state is StreamState.PAUSED)
+        # From this process, and from another one as well.
+        engine.pause("bank")
+        other.resume("bank")
+        await_that(lambda: delivered(tmp_path, "bank") == ONE)
+        assert not any(one.done() for one in waiting)
+        may_end.set()
+        for one in waiting:
+            one.result(60)
+    assert delivered(tmp_path, target="copy") == ONE
+    script.insert("public.orders", id=2, note="two")
+    await_that(lambda: len(delivered(tmp_path, "bank")["public.orders"]) == 2)
+    assert delivered(tmp_path, target="copy") == ONE
+    # What came last holds, however long the pause before it took.
+    engine.resume("shop")
+    await_that(lambda: len(delivered(tmp_path, target="copy")["public.orders"]) == 2)
+
+
 def test_a_pause_returns_when_the_batch_at_hand_has_ended(
     engine: Engine, script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entered, may_end, paused = threading.Event(), threading.Event(), threading.Event()
-
-    def opened(spec: TargetSpec) -> Target:
-        target = open_target(spec)
-        return Slow(target, entered, may_end) if spec.name == "copy" else target  # type: ignore[return-value]
+    may_end, paused = threading.Event(), threading.Event()
+    entered = slow_copies(monkeypatch, may_end=may_end)
 
     def pause() -> None:
         engine.pause("shop", "copy")
         paused.set()
 
-    monkeypatch.setattr(running, "open_target", opened)
     engine.start()
     engine.upsert_stream(stream(script, tmp_path, targets="copy log"))
     engine.await_ready("shop", 120)
@@ -93,6 +136,27 @@ def test_a_pause_returns_when_the_batch_at_hand_has_ended(
     assert paused.wait(120)
     assert delivered(tmp_path, target="copy") == ONE
     assert engine.get_status("shop").targets[0].seq == 1
+
+
+def test_an_engine_whose_spark_is_gone_ends_at_once_and_says_so(
+    engine: Engine, script: Script, tmp_path: Path, watching: Watching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.start()
+    engine.upsert_stream(stream(script, tmp_path, targets="copy log"))
+    engine.await_ready("shop", 120)
+
+    def lost(*_: object) -> None:
+        raise Py4JNetworkError("no answer")
+
+    monkeypatch.setattr(FakeSpark, "isStopped", lost)
+    monkeypatch.setattr(delivery, "run_batch", lost)
+    script.insert("public.orders", id=1, note="one")
+    await_that(lambda: not engine.is_running)
+    assert isinstance(engine.failure, SparkEnded)
+    (said,) = watching.of("engine.failed")
+    assert said.message == "the engine stops: Spark has ended, and with it all deliveries"
+    with pytest.raises(SparkEnded):
+        engine.await_ready("shop", 120)
 
 
 def test_a_target_that_cannot_be_made_any_more_fails_alone(engine: Engine, script: Script, tmp_path: Path) -> None:

@@ -60,6 +60,8 @@ def _preflight(source: SourceSpec, streams: list[StreamSpec]) -> list[Finding]:
         found = preflight_copy(source) if copied else opened.preflight()
         if any(one.severity is Severity.ERROR for one in found):
             return found
+        if not copied:
+            found += _shadowed(source, [stream for stream in streams if stream.source.name == source.name])
         if mirrors and not copied:
             found += _without_key(opened.relations(source.tables), mirrors)
         mine = [stream for stream in streams if stream.source.name == source.name]
@@ -87,6 +89,15 @@ def _shapes(source: Source, streams: list[StreamSpec]) -> list[Finding]:
     with analyst() as spark:
         found = [shape_findings(stream, source.relations(stream.source.tables), spark) for stream in streams]
     return [finding for some in found for finding in some]
+
+
+def _shadowed(source: SourceSpec, streams: list[StreamSpec]) -> list[Finding]:
+    """Partitions of which a stream would get nothing, since another one names the table above them."""
+    from millstream.sources import shadowed_tables
+    from millstream.sources.base import Finding, Severity
+
+    found = shadowed_tables(source, {stream.name: stream.source.tables for stream in streams})
+    return [Finding("partitions", Severity.ERROR, one.message, one.fix, one.table) for one in found]
 
 
 def _without_key(relations: list[Relation], mirrors: list[str]) -> list[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from millstream.engine.capture_order import CaptureOrder
@@ -14,11 +15,20 @@ from millstream.engine.home import Home
 from millstream.engine.rebase import RebaseRequest, finish_rebase
 from millstream.engine.status import CaptureReport
 from millstream.engine.supervisor import Supervisor
-from millstream.errors import JournalError, JournalMismatch, MillstreamError, SourceUnavailable
+from millstream.errors import (
+    ConfigError,
+    JournalError,
+    JournalMismatch,
+    MillstreamError,
+    SecretError,
+    SourceError,
+    SourceUnavailable,
+)
 from millstream.journal import JournalReader, check_cursor, journal_exists
 from millstream.journal.format import SEGMENT_BYTES
-from millstream.model import SourceSpec, StreamSpec
+from millstream.model import Mode, SourceSpec, StreamSpec
 from millstream.observe import Observer
+from millstream.sources import shadowed_tables
 from millstream.state.base import StateStore
 
 
@@ -44,6 +54,8 @@ class Capture:
         self._observer = observer
         self._supervisor: Supervisor | None = None
         self._acked = 0
+        self._unnamed: dict[str, MillstreamError] | None = None
+        """By stream what is wrong with its tables; None while nobody has looked."""
         self.goal: int | None = None
         """With `run --once`: the end of the source's log as it was when capture first saw it."""
 
@@ -77,6 +89,19 @@ class Capture:
                 f"millstream journal rebase {self.streams[0].name} --confirm",
             )
 
+    def check_tables(self, stream: str) -> None:
+        """Raise ConfigError for a stream whose tables are captured under names that are another stream's.
+
+        A source that cannot be asked now is no reason against it.
+        """
+        if self._unnamed is None:
+            sharing = {one.name: one.source.tables for one in self.streams if one.mode is not Mode.SNAPSHOT}
+            with suppress(SourceError, SecretError):
+                found = shadowed_tables(self.source, sharing)
+                self._unnamed = {one.stream: ConfigError(one.message, hint=one.fix) for one in found}
+        if self._unnamed and stream in self._unnamed:
+            raise self._unnamed[stream]
+
     def start(self) -> None:
         """Start the process. Returns at once."""
         expected = any(self._store.cursors(stream.name) for stream in self.streams)
@@ -92,7 +117,7 @@ class Capture:
     def change(self, source: SourceSpec, streams: Sequence[StreamSpec]) -> None:
         """Serve other streams from now on. A running process is started again if it has to read something else."""
         with self._guard:
-            self.streams = tuple(streams)
+            self.streams, self._unnamed = tuple(streams), None
             changed, self.source = source != self.source, source
         if changed and self._supervisor is not None:
             self.restart()

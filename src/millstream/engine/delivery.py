@@ -230,6 +230,7 @@ class DeliveryQuery:
             return False
         if self._once and failure is None:
             return self._reloads
+        check_spark(self._spark, failure)
         if self._fatal is not None:
             raise self._fatal
         if self._gated:
@@ -238,7 +239,6 @@ class DeliveryQuery:
         if query.unusable is not None:
             self._distrust = query.unusable
             return True
-        check_spark(self._spark, failure)
         self._opening.probe(self._current())
         if self._progressed:
             backoff.reset()

@@ -6,7 +6,7 @@ from py4j.protocol import Py4JError
 from pyspark.errors import PythonException
 from pyspark.sql import SparkSession
 
-from millstream.errors import MillstreamError, TargetError
+from millstream.errors import MillstreamError, SparkEnded, TargetError
 
 
 def is_transient(failed: Exception) -> bool:
@@ -28,10 +28,11 @@ def kind_of(failure: Exception | None) -> str:
 
 
 def check_spark(spark: SparkSession, failure: Exception | None) -> None:
-    """Raise TargetError for a session whose JVM is gone: it cannot be retried on."""
+    """Raise SparkEnded for a session whose JVM is gone: it cannot be retried on."""
     try:
         stopped = spark.sparkContext._jsc is None or spark.sparkContext._jsc.sc().isStopped()
     except Py4JError:
         stopped = True
     if stopped:
-        raise TargetError("Spark has ended", hint="see spark.log in the home's spark directory") from failure
+        hint = "start it again; spark.log in the home's spark directory may say why"
+        raise SparkEnded("Spark has ended, and with it all deliveries", hint=hint) from failure

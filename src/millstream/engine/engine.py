@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from millstream.config.definition import from_definition
 from millstream.engine.engine_snapshots import EngineSnapshots
@@ -186,7 +187,7 @@ class Engine(EngineSnapshots):
         Returns when the batch at hand has ended. The source is captured on: nothing is lost.
         """
         if self.is_running:
-            self._do(lambda operations: operations.pause(name, target))
+            self._do_later(lambda operations: operations.pause(name, target))
         else:
             self._ask("pause", {"name": name, "target": target})
 
@@ -410,13 +411,23 @@ class Engine(EngineSnapshots):
         except queue.Empty:
             return
         try:
-            future.set_result(act())
+            result = act()
         except Exception as failed:  # noqa: BLE001 - handed to whoever asked
             future.set_exception(failed)
+            return
+        if isinstance(result, Future):
+            result.add_done_callback(partial(_hand_on, future))
+        else:
+            future.set_result(result)
 
     def _refuse_jobs(self) -> None:
         while not self._jobs.empty():
             self._jobs.get()[1].set_exception(RequestFailed("the engine has stopped"))
+
+    def _do_later(self, act: Callable[[Operations], Future[T]]) -> T:
+        """Have the control begin something, and wait for its end."""
+        # Who takes it up waits for such a result, and hands it on.
+        return cast(T, self._do(act))
 
     def _do(self, act: Callable[[Operations], T]) -> T:
         """Have the control do something, and wait for it."""
@@ -434,3 +445,12 @@ class Engine(EngineSnapshots):
 
     def _ask(self, verb: str, arguments: Json) -> Json:
         return ask(self._home, verb, arguments, self._observers)
+
+
+def _hand_on(future: Future[Any], done: Future[Any]) -> None:
+    """Give what came of something to whoever waits for it."""
+    failed = done.exception()
+    if failed is None:
+        future.set_result(done.result())
+    else:
+        future.set_exception(failed)

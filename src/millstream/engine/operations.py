@@ -7,7 +7,9 @@ does anything about it, and can be repeated: one that was interrupted is finishe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
@@ -17,16 +19,25 @@ from millstream.engine.commit import ack_position
 from millstream.engine.deletion import Deletion
 from millstream.engine.fit import open_target
 from millstream.engine.home import Home
+from millstream.engine.leaving import Leaving
 from millstream.engine.redelivery import Outcome, Redelivery
 from millstream.engine.reload import AskedTables, Reload, ask_for_added
 from millstream.engine.replay import Asked, Replay
 from millstream.engine.status import unknown_stream
-from millstream.errors import ConfigError, MillstreamError, NotReady, RequestFailed, UnknownStream
+from millstream.errors import (
+    ConfigError,
+    MillstreamError,
+    NotReady,
+    RequestFailed,
+    SecretError,
+    SourceError,
+    UnknownStream,
+)
 from millstream.failpoint import failpoint
 from millstream.journal import JournalReader
-from millstream.model import Json, Mode, StreamSpec
+from millstream.model import Json, Mode, SourceSpec, StreamSpec
 from millstream.observe import Event, Level, Observer
-from millstream.sources import can_copy, open_source
+from millstream.sources import can_copy, open_source, shadowed_tables
 from millstream.state.base import Letter, StateStore
 
 if TYPE_CHECKING:
@@ -44,6 +55,12 @@ class Operations:
         self._store = store
         self._observer = observer
         self._running = running
+        self._leaving = Leaving(running) if running is not None else None
+
+    def serve(self) -> None:
+        """Go on with what was begun and waited for batches to end."""
+        if self._leaving is not None:
+            self._leaving.serve()
 
     def streams(self) -> list[StreamSpec]:
         """The streams of the home, except for those that are being deleted."""
@@ -77,15 +94,27 @@ class Operations:
             self._running.put(streams)
             self._running.report()
 
-    def pause(self, name: str, target: str | None = None) -> None:
-        """Deliver no more to the target, or to any of the stream. Returns when the batch at hand has ended."""
+    def pause(self, name: str, target: str | None = None) -> Future[Json]:
+        """Deliver no more to the target, or to any of the stream. The answer comes when the batch at hand has ended.
+
+        Until then other things can be done: `serve` goes on with this one.
+        """
         targets = self._targets(name, target)
         self._store.set_paused(name, target or "", True)
         failpoint("engine.pause_saved")
-        if self._running is not None:
-            self._running.stop_targets(name, targets)
-            self._running.report()
-        self._tell("stream.paused", f"{self._what(name, target)} is paused", name, target)
+
+        def ended() -> Json:
+            if self._running is not None:
+                self._running.stop_targets(name, targets)
+                self._running.report()
+            self._tell("stream.paused", f"{self._what(name, target)} is paused", name, target)
+            return {}
+
+        if self._leaving is not None:
+            return self._leaving.begin(name, targets, ended)
+        done: Future[Json] = Future()
+        done.set_result(ended())
+        return done
 
     def resume(self, name: str, target: str | None = None) -> None:
         """Go on from the checkpoints. What has failed for good is given another try."""
@@ -313,6 +342,10 @@ class Operations:
                         f"streams {other.name} and {stream.name} describe source {stream.source.name} differently",
                         hint="make all but `tables` equal, or give one of the sources another name",
                     )
+        for source in {stream.source.name: stream.source for stream in streams}.values():
+            captured = [one for one in (*others, *streams) if one.mode is not Mode.SNAPSHOT]
+            sharing = {one.name: one.source.tables for one in captured if one.source.name == source.name}
+            _check_tables(source, sharing)
 
     def _check_mode(self, stream: StreamSpec, others: Sequence[StreamSpec]) -> None:
         """A copy stays a copy, and has its source for itself: nothing is captured for it."""
@@ -374,6 +407,16 @@ def check_stream(stream: StreamSpec) -> None:
     open_source(stream.source).close()
     for target in stream.targets:
         open_target(target)
+
+
+def _check_tables(source: SourceSpec, streams: Mapping[str, Sequence[str]]) -> None:
+    """Raise ConfigError for a table that is captured under a name which is another stream's.
+
+    A source that cannot be asked now is asked when its streams start.
+    """
+    with suppress(SourceError, SecretError):
+        for found in shadowed_tables(source, streams):
+            raise ConfigError(found.message, hint=found.fix)
 
 
 def _check_copy(stream: StreamSpec) -> None:

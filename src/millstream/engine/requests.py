@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -41,12 +42,12 @@ PATIENCE = 180.0
 """Seconds after which no answer is an error: a pause waits for a batch, a deletion for a source."""
 
 
-def perform(operations: Operations, verb: str, arguments: Mapping[str, Any]) -> Json:
-    """Do what a verb says. Its arguments are JSON."""
+def perform(operations: Operations, verb: str, arguments: Mapping[str, Any]) -> Json | Future[Json]:
+    """Do what a verb says. Its arguments are JSON. What has to wait is begun: its result comes later."""
     if verb == "upsert":
         operations.upsert([from_definition(stream) for stream in arguments["streams"]])
     elif verb == "pause":
-        operations.pause(arguments["name"], arguments["target"])
+        return operations.pause(arguments["name"], arguments["target"])
     elif verb == "resume":
         operations.resume(arguments["name"], arguments["target"])
     elif verb == "replay":
@@ -105,11 +106,15 @@ class RequestDesk:
         self._taken: set[int] = set()
         """Requests whose answer takes its time, and comes when it is there."""
         self._looked_at = float("-inf")
+        self._defect: BaseException | None = None
 
     def serve(self) -> None:
         """Take up what was asked, if it is time to look."""
         self._verifier.serve()
         self._snapshotter.serve()
+        self._operations.serve()
+        if self._defect is not None:
+            raise self._defect
         if time.monotonic() - self._looked_at < LOOK_SECONDS:
             return
         pending = self._store.pending()
@@ -121,7 +126,7 @@ class RequestDesk:
                 refuse_stale(request)
                 answer = self._take(request)
             except MillstreamError as failed:
-                answer = {"error": {"kind": type(failed).__name__, "message": failed.message, "hint": failed.hint}}
+                answer = _as_answer(failed)
             if answer is not None:
                 failpoint("engine.request_done")
                 self._store.answer(request.id, answer)
@@ -135,9 +140,25 @@ class RequestDesk:
         elif request.verb == "snapshot":
             self._snapshotter.submit(snapshot_order(self._operations, request.arguments, answer))
         else:
-            return {"result": perform(self._operations, request.verb, request.arguments)}
+            result = perform(self._operations, request.verb, request.arguments)
+            if not isinstance(result, Future):
+                return {"result": result}
+            result.add_done_callback(partial(self._answer, request.id))
         self._taken.add(request.id)
         return None
+
+    def _answer(self, id: int, done: Future[Json]) -> None:
+        failed = done.exception()
+        if failed is not None and not isinstance(failed, MillstreamError):
+            # A defect: it ends the run, as it does where nobody waits.
+            self._defect = failed
+            return
+        failpoint("engine.request_done")
+        self._store.answer(id, {"result": done.result()} if failed is None else _as_answer(failed))
+
+
+def _as_answer(failed: MillstreamError) -> Json:
+    return {"error": {"kind": type(failed).__name__, "message": failed.message, "hint": failed.hint}}
 
 
 def refuse_stale(request: Request) -> None:
@@ -165,7 +186,9 @@ def _act(home: Home, verb: str, arguments: Json, observer: Observer) -> Json:
         operations = Operations(home, store, FaultLog(store, observer))
         if verb != "delete":
             operations.finish_deletions()
-        return perform(operations, verb, arguments)
+        result = perform(operations, verb, arguments)
+        # Nothing runs here, so that nothing was waited for.
+        return result.result() if isinstance(result, Future) else result
     finally:
         store.close()
 

@@ -15,17 +15,16 @@ from typing import TYPE_CHECKING
 from millstream.config.definition import from_definition
 from millstream.engine.captures import Capture
 from millstream.engine.delivery import BROKEN, DeliveryQuery
-from millstream.engine.fit import open_target
+from millstream.engine.fit import open_target, tell_executors
 from millstream.engine.home import Home
 from millstream.engine.reporting import Reporter
 from millstream.engine.uncaptured import Uncaptured
 from millstream.engine.verify import Place
-from millstream.errors import JournalError, MillstreamError, UnknownStream
+from millstream.errors import JournalError, MillstreamError, SparkEnded, UnknownStream
 from millstream.failpoint import failpoint
-from millstream.journal import JournalReader
 from millstream.model import Cursor, Mode, StreamSpec, StreamState, TargetSpec
 from millstream.observe import Event, Level, Observer
-from millstream.spark.probe import Needed, is_local, look_at_executors
+from millstream.spark.probe import is_local
 from millstream.spark.tables import OwnTables
 from millstream.state.base import StateStore
 from millstream.targets.base import Target
@@ -284,6 +283,7 @@ class RunningStreams:
                 if self._stopping.is_set():
                     return False
                 try:
+                    capture.check_tables(member.name)
                     made = open_target(target)
                 except MillstreamError as failed:
                     if strict:
@@ -366,17 +366,10 @@ class RunningStreams:
 
     def _look_at_executors(self, spark: SparkSession, capture: Capture) -> None:
         """Tell before the first batch if a cluster is not fit. On one host there is nothing that could differ."""
-        if capture.source.name in self._fit or is_local(spark):
-            return
-        journals = {}
-        if not isinstance(capture, Uncaptured):
-            journals = {tuple(capture.locations): JournalReader(capture.locations).header().journal_id}
-        found = look_at_executors(spark, Needed.here(journals))
-        self._fit.add(capture.source.name)
-        hosts = sorted({executor.host for executor in found})
-        message = f"{len(found)} executors on {', '.join(hosts)} are fit for delivery"
-        fields = {"executors": len(found), "hosts": hosts}
-        self._observer.on_event(Event("spark.executors_fit", message, fields=fields))
+        if capture.source.name not in self._fit and not is_local(spark):
+            locations = () if isinstance(capture, Uncaptured) else capture.locations
+            tell_executors(spark, locations, self._observer)
+            self._fit.add(capture.source.name)
 
     def _of(self, capture: Capture) -> list[Member]:
         return [member for member in self.members if member.spec.source.name == capture.source.name]
@@ -416,9 +409,10 @@ class RunningStreams:
                 return
 
     def raise_failure(self) -> None:
-        """Raise what the ticker died of, if it did: nothing is acknowledged any more, and the run must end."""
-        if self._failure is not None:
-            raise self._failure
+        """Raise what the run must end for: the ticker, which acknowledges, has died, or Spark, which delivers, has."""
+        ended = next((query.error for query in self.queries if isinstance(query.error, SparkEnded)), None)
+        if (failure := self._failure or ended) is not None:
+            raise failure
 
     def acknowledge(self) -> None:
         """Tell each capture what all streams of its source have. From any thread."""

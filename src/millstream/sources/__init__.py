@@ -6,7 +6,7 @@ for, so that its driver need not be installed for the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from millstream.model import Relation, SourceSpec
     from millstream.observe import Event
     from millstream.sources.base import Chunk, Finding, Snapshot, SnapshotPlan, Source, Wanted
+    from millstream.sources.postgres.shadowed import Shadowed
 
 KINDS = ("postgres", "scripted")
 """Every kind of source there is."""
@@ -103,6 +104,21 @@ def read_keys(
     except ImportError as missing:
         raise _without_driver(missing) from missing
     return chunks.read_keys(spec, relation, names, keys)
+
+
+def shadowed_tables(spec: SourceSpec, streams: Mapping[str, Sequence[str]]) -> list[Shadowed]:
+    """Tables whose changes come under another name, so that a stream which names them gets none of them.
+
+    `streams` are those that share the source, with their patterns. Raises as `open_source` does, and SourceError.
+    """
+    _check_kind(spec)
+    if spec.kind == "scripted" or len(streams) < 2:
+        return []
+    try:
+        from millstream.sources.postgres.shadowed import shadowed
+    except ImportError as missing:
+        raise _without_driver(missing) from missing
+    return shadowed(spec, streams)
 
 
 def remove_source(spec: SourceSpec) -> None:
