@@ -44,10 +44,13 @@ class Reporter:
         `held` are targets that are being compared with their source, and how far that is.
         """
         held = held or {}
+        # Looked at once: what the stream is said to be must follow from what is said of its targets.
+        unfit, states = dict(unfit), {name: query.state for name, query in queries.items()}
         paused, gone = self._store.paused(stream.name), self._store.needs_reload(stream.name)
         for target in stream.targets:
             stopped = not paused.isdisjoint({"", target.name})
-            said = self._target(stream, target.name, queries.get(target.name), everyone, stopped)
+            query = None if stopped else queries.get(target.name)
+            said = self._target(stream, target.name, query, states.get(target.name), everyone, stopped)
             if target.name in held and everyone is None:
                 report = TargetReport(verifying=held[target.name] or "begins")
                 said = Runtime(stream.name, target.name, StreamState.CATCHING_UP, report.to_json())
@@ -59,15 +62,22 @@ class Reporter:
                 report = TargetReport(error=gone[target.name], hint=RELOAD)
                 said = Runtime(stream.name, target.name, StreamState.NEEDS_RELOAD, report.to_json())
             self._store.set_runtime(said)
-        state = StreamState.FAILED if unfit else self._stream_state(stream, capture, queries, paused, gone, held)
+        state = StreamState.FAILED if unfit else self._stream_state(stream, capture, states, paused, gone, held)
         if everyone is not None and state not in (StreamState.FAILED, StreamState.PAUSED, StreamState.COMPLETE):
             state = everyone
         self._store.set_runtime(Runtime(stream.name, "", state, capture.to_json()))
 
     def _target(
-        self, stream: StreamSpec, name: str, query: DeliveryQuery | None, everyone: StreamState | None, paused: bool
+        self,
+        stream: StreamSpec,
+        name: str,
+        query: DeliveryQuery | None,
+        state: StreamState | None,
+        everyone: StreamState | None,
+        paused: bool,
     ) -> Runtime:
-        if query is None or paused:
+        """`state` was the query's before anything else was asked of it: why it failed is known by then."""
+        if query is None or state is None:
             state = StreamState.PAUSED if paused else everyone or StreamState.CREATED
             return Runtime(stream.name, name, state, TargetReport().to_json())
         said, error = query.status(), query.error
@@ -80,15 +90,15 @@ class Reporter:
             hint=error.hint if error else None,
             startup=said["startup"],
         )
-        settled = query.state in (StreamState.FAILED, StreamState.COMPLETE)
-        state = query.state if settled or everyone is None else everyone
+        settled = state in (StreamState.FAILED, StreamState.COMPLETE)
+        state = state if settled or everyone is None else everyone
         return Runtime(stream.name, name, state, report.to_json())
 
     def _stream_state(
         self,
         stream: StreamSpec,
         capture: CaptureReport,
-        queries: Mapping[str, DeliveryQuery],
+        found: Mapping[str, StreamState],
         paused: set[str],
         gone: Mapping[str, str],
         held: Mapping[str, str],
@@ -101,7 +111,7 @@ class Reporter:
         flowing = [name for name in able if paused.isdisjoint({"", name})]
         if not flowing:
             return StreamState.PAUSED
-        states = [queries[name].state for name in flowing if name in queries]
+        states = [found[name] for name in flowing if name in found]
         states += [StreamState.CATCHING_UP for name in flowing if name in held]
         if StreamState.FAILED in states:
             return StreamState.FAILED
