@@ -116,6 +116,28 @@ def test_every_change_sent_at_once_gives_the_same_rows(database: Database, tmp_p
     assert found[4] == found[1]
 
 
+def test_alters_that_are_told_in_streamed_transactions_are_heard_in_their_places(
+    database: Database, tmp_path: Path, commits: list[int]
+) -> None:
+    database.sql("CREATE TABLE t (id int PRIMARY KEY, a text)")
+    stream_at_once(database)
+    with drive(database, tmp_path, options={"ddl_trigger": True, "protocol": 4, "catch_up": "streaming"}) as capture:
+        database.sql("INSERT INTO t VALUES (1, 'a')")
+        database.sql("ALTER TABLE t ADD COLUMN n int NOT NULL DEFAULT 7; INSERT INTO t VALUES (2, 'b', 8)")
+        database.sql("BEGIN; ALTER TABLE t ADD COLUMN lost int; ROLLBACK")
+        database.sql(
+            "INSERT INTO t VALUES (3, 'c', 9); ALTER TABLE t RENAME COLUMN a TO b; INSERT INTO t VALUES (4, 'd', 9)"
+        )
+        database.sql("ALTER TABLE t DROP COLUMN b")
+        rows = capture.catch_up()
+    assert len(commits) >= 3
+    described = [capture.relations[row["relation"] - 1] for row in rows]
+    said = [[(column.attnum, column.name, column.missing) for column in one.columns] for one in described]
+    first, second, third = (1, "id", None), (2, "a", None), (3, "n", "7")
+    assert all(one.enriched for one in described)
+    assert said == [[first, second], *[[first, second, third]] * 2, [first, (2, "b", None), third]]
+
+
 SMALL = """
 from millstream.sources.postgres.streamed import StreamedAssembler
 StreamedAssembler.__init__.__kwdefaults__["budget"] = 9000

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from millstream.model import Relation
 from millstream.sources.base import Block
 from millstream.sources.postgres.assemble import Assembler
 from millstream.sources.postgres.pgoutput import ProtocolError, frame
@@ -187,6 +188,29 @@ def test_a_table_is_another_only_to_the_transaction_that_altered_it_until_it_com
         pg.begin(30), change, pg.commit(30, 31), pg.stream_commit(5, 40, 41), pg.begin(50), change, pg.commit(50, 51)
     )
     assert [row["relation"] for row in r.rows] == [1, 1, 1, 2, 2]
+
+
+def test_what_tells_of_an_altered_table_is_no_row_and_is_heard_with_the_commit_before_the_table_is_described(
+    tmp_path: Path,
+) -> None:
+    happened: list[str] = []
+
+    def register(relation: Relation) -> int:
+        happened.append(f"described with {len(relation.columns)}")
+        return len(relation.columns)
+
+    r = Rig(
+        StreamedAssembler(0, register, Spool(tmp_path), hear=lambda raw, at: happened.append(f"{raw[-1:]!r} at {at}"))
+    )
+    before, after, change = pg.relation(10), pg.relation(10, columns=("id", "more")), pg.change("I", 10)
+    told = [pg.message(7, "millstream.ddl.shop", bytes([letter]), transactional=True) for letter in b"ab"]
+    said = [before, change, told[0], after, change]
+    r.feed(*block(5, *(pg.within(5, message) for message in said)), *block(5, pg.within(6, told[1]), first=False))
+    r.feed(pg.stream_abort(5, 6))
+    assert happened == []
+    r.feed(pg.stream_commit(5, 100, 110))
+    assert happened == ["described with 1", "b'a' at 100", "described with 2"]
+    assert [(row["tx_index"], row["relation"]) for row in r.rows] == [(0, 1), (1, 2)]
 
 
 def test_a_lost_connection_forgets_what_was_open(tmp_path: Path) -> None:

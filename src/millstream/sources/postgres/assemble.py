@@ -135,7 +135,7 @@ class Assembler:
             raise ProtocolError(f"the server sent a message of an unknown kind {chr(frames.tag[kind == 0][0])!r}")
         alone, heartbeat = _messages_outside(frames)
         transactions = self._transactions(frames, alone)
-        ddl = _messages_of_ddl(frames)
+        ddl = messages_of_ddl(frames)
         row_message, oid = row_messages(frames, (kind == _ROW) & ~heartbeat & ~ddl)
         relation = self._map_relations(frames, row_message, oid, transactions, ddl)
         rows, of = self._build(frames, transactions, row_message, relation)
@@ -328,7 +328,7 @@ def _messages_outside(frames: Frames) -> tuple[npt.NDArray[np.bool_], npt.NDArra
     return alone, heartbeat
 
 
-def _messages_of_ddl(frames: Frames) -> npt.NDArray[np.bool_]:
+def messages_of_ddl(frames: Frames) -> npt.NDArray[np.bool_]:
     """Which messages the event trigger has written."""
     found: npt.NDArray[np.bool_] = frames.tag == wire.MESSAGE
     for index in np.flatnonzero(found).tolist():

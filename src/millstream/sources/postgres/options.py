@@ -210,8 +210,6 @@ class PostgresOptions(_Keys):
             raise PydanticCustomError(
                 "messages_needed", "ddl_trigger writes logical messages: leave messages out, or set it to true"
             )
-        if self.ddl_trigger and self.protocol != 1:
-            raise PydanticCustomError("protocol_of_trigger", "ddl_trigger is for protocol 1 only: leave protocol out")
         return self
 
     @model_validator(mode="after")

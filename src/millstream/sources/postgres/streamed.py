@@ -33,6 +33,7 @@ from millstream.sources.postgres.assemble import (
     Assembler,
     column,
     integers,
+    messages_of_ddl,
     payloads,
     row_messages,
 )
@@ -54,7 +55,11 @@ KEPT = pa.schema(
         pa.field("payload", pa.large_binary(), nullable=False),
     ]
 )
-"""Changes of a transaction that is still open. `relation` counts its own descriptions of tables, from 1; 0: none."""
+"""Changes of a transaction that is still open. `relation` counts its own descriptions of tables, from 1; 0: none.
+
+What tells of an altered table is kept in its place, as TOLD: whether it counts shows with the commit as well.
+"""
+TOLD = -1
 
 _MOST_ROWS = np.iinfo(np.int32).max
 
@@ -205,6 +210,7 @@ class StreamedAssembler(Assembler):
             done = upto
             stream.describe(wire.parse_relation(plain.payload(described)))
         numbers[done:] = stream.lookup(oid[done:])
+        numbers[messages_of_ddl(plain)[messages]] = TOLD
         if len(messages):
             columns = [
                 column("op", OPS[plain.tag[messages]]),
@@ -248,7 +254,9 @@ class StreamedAssembler(Assembler):
         """The changes of a transaction that has committed, as those of an unstreamed one; the last are returned."""
         count, waiting = 0, None
         for part in stream.drain():
-            rows = self._numbered(part, stream, end, count)
+            rows = self._numbered(self._heard(part, stream, end), stream, end, count)
+            if not len(rows):
+                continue
             count += len(rows)
             if count > _MOST_ROWS:
                 raise ProtocolError("a transaction has more changes than can be numbered")
@@ -258,16 +266,25 @@ class StreamedAssembler(Assembler):
             waiting = rows
         return waiting
 
+    def _heard(self, part: pa.RecordBatch, stream: _Open, end: wire.StreamCommit) -> pa.RecordBatch:
+        """The rows, their tables registered in the order in which they come, and what tells of these before them."""
+        numbers = _descriptions(part)
+        told = np.flatnonzero(numbers == TOLD)
+        begin = 0
+        for at in [*told.tolist(), len(part)]:
+            used, first = np.unique(numbers[begin:at], return_index=True)
+            for number in used[np.argsort(first)].tolist():
+                if number > 0 and number not in stream.registered:
+                    stream.registered[number] = self._describe(stream.described[number - 1])
+            if at < len(part):
+                self._hear(part.column("payload")[at].as_py(), end.commit_position)
+            begin = at + 1
+        return part.take(integers(np.flatnonzero(numbers != TOLD))) if len(told) else part
+
     def _numbered(self, part: pa.RecordBatch, stream: _Open, end: wire.StreamCommit, count: int) -> pa.RecordBatch:
-        numbers = np.frombuffer(part.column("relation").buffers()[1], np.int32)[part.column("relation").offset :]
-        numbers = numbers[: len(part)]
-        # In the order in which their rows come, as they are registered otherwise.
-        used, first = np.unique(numbers, return_index=True)
         ids = np.zeros(len(stream.described) + 1, dtype=np.int32)
-        for number in used[np.argsort(first)].tolist():
-            if number and number not in stream.registered:
-                stream.registered[number] = self._describe(stream.described[number - 1])
-            ids[number] = stream.registered.get(number, 0)
+        for number, registered in stream.registered.items():
+            ids[number] = registered
         same = np.ones(len(part), dtype=np.int64)
         columns = [
             column("tx_index", np.arange(count, count + len(part))),
@@ -276,7 +293,7 @@ class StreamedAssembler(Assembler):
             column("resume_position", same * end.resume_position),
             column("commit_ts", same * (end.commit_ts + wire.UNIX_OF_2000_US)),
             column("txid", same * end.xid),
-            column("relation", ids[numbers]),
+            column("relation", ids[_descriptions(part)]),
             part.column("payload"),
         ]
         return pa.RecordBatch.from_arrays(columns, schema=CAPTURED)
@@ -286,3 +303,8 @@ class StreamedAssembler(Assembler):
         for number in stream.known.values():
             if number not in stream.registered:
                 self._promise(stream.described[number - 1])
+
+
+def _descriptions(part: pa.RecordBatch) -> npt.NDArray[np.int32]:
+    held = part.column("relation")
+    return np.frombuffer(held.buffers()[1], np.int32, len(held), held.offset * 4)
