@@ -54,17 +54,28 @@ class Startup:
         record = self._restoring.due()
         if record is not None and not (record["automatic"] and is_new()):
             on_begin()
-            record, why = self._restoring.run(record, self._journal), "that was asked for"
+            record = self._finished(record)
         elif self._stream.snapshots is None or not self._restoring.possible or not is_new():
             return None
         else:
             on_begin()
-            record, why = self._newest(), "the target is empty"
+            record = self._newest()
         if record is None:
             return None
         self._path = RESTORE
+        # One that began by itself may have been interrupted, and only come to its end now.
+        why = "the target is empty" if record["automatic"] else "that was asked for"
         self._reason = f"{why}; snapshot {record['id']} is at seq {record['seq']}"
         return f"restored from snapshot {record['id']}"
+
+    def _finished(self, record: Json) -> Json | None:
+        """Do what was asked for, or interrupted. None: what began by itself is of no use to the target any more."""
+        try:
+            return self._restoring.run(record, self._journal)
+        except MillstreamError as failed:
+            if failed.transient or not record["automatic"]:
+                raise
+            return None
 
     def _newest(self) -> Json | None:
         """Restore the newest snapshot that can be gone on from; None if there is none, and why is remembered."""
