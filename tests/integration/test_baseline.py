@@ -7,7 +7,7 @@ import sqlite3
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +21,8 @@ from millstream import Home, Observers, load_streams, run
 from millstream.errors import SourceUnavailable
 from millstream.observe import Event
 from millstream.sources import read_chunk, take_snapshot
-from millstream.sources.base import SnapshotPlan
-from millstream.sources.postgres import chunks, snapshot
+from millstream.sources.base import Snapshot, SnapshotPlan
+from millstream.sources.postgres import chunks, early, snapshot
 from millstream.sources.postgres.catalog import relations
 from millstream.targets.directory import directory_of
 from tests.fixtures.baselines import NAMES, TABLES, change, differing, rows_read, write
@@ -167,7 +167,83 @@ def test_a_snapshot_has_what_lies_before_its_position_and_nothing_else(database:
             database.sql("DELETE FROM item")
 
 
-def test_a_table_that_is_rewritten_while_it_is_read_starts_again(database: Database, tmp_path: Path) -> None:
+def test_a_table_that_is_emptied_all_the_time_is_copied_as_it_was(database: Database, tmp_path: Path) -> None:
+    """Small tables are read with the snapshot, so that what comes after it does not matter."""
+    database.sql("CREATE TABLE hot (generation int, n int)")
+    over, failed = threading.Event(), list[Exception]()
+
+    def rewrite() -> None:
+        try:
+            with database.connect() as connection:
+                generation = 0
+                while not over.wait(0.1):
+                    generation += 1
+                    with connection.transaction():
+                        connection.execute("TRUNCATE hot")
+                        connection.execute("INSERT INTO hot SELECT %s, generate_series(1, 10)", [generation])
+        except psycopg.Error as error:
+            failed.append(error)
+
+    def newest() -> int:
+        return int(database.sql("SELECT coalesce(max(generation), 0) FROM hot")[0][0])
+
+    writer = threading.Thread(target=rewrite)
+    with drive(database, tmp_path):
+        writer.start()
+        try:
+            database.await_true("SELECT count(*) = 10 FROM hot")
+            with closing(taken_soon(database)) as taken:
+                before = newest()
+                database.await_true(f"SELECT max(generation) > {before} FROM hot")
+                (chunk,) = taken.plan.chunks
+                rows = [
+                    row for part in read_chunk(source_spec(database), taken.plan, chunk) for row in part.to_pylist()
+                ]
+        finally:
+            over.set()
+            writer.join()
+    assert failed == []
+    found = [(struct.unpack_from(">i", row, 6)[0], struct.unpack_from(">i", row, 14)[0]) for row in rows]
+    assert len({generation for generation, _ in found}) == 1
+    assert [n for _, n in found] == list(range(1, 11))
+    assert found[0][0] <= before
+    database.await_true("SELECT count(*) = 0 FROM pg_locks WHERE relation = 'hot'::regclass")
+
+
+def taken_soon(database: Database) -> Snapshot:
+    """A snapshot; again when a table was rewritten in the very moment of it."""
+    for _ in range(30):
+        with suppress(SourceUnavailable):
+            return take_snapshot(source_spec(database), lambda _: None)
+    raise AssertionError("rewritten at each of thirty tries")
+
+
+def test_small_tables_are_read_with_the_snapshot_and_large_ones_are_not(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database.sql("CREATE TABLE small (id int); CREATE TABLE large (id int, note text); CREATE TABLE long (note text)")
+    database.sql(
+        "INSERT INTO small VALUES (1); INSERT INTO long SELECT repeat('x', 1000000) FROM generate_series(1, 5)"
+    )
+    database.sql("INSERT INTO large SELECT i, repeat('x', 1000) FROM generate_series(1, 100) i")
+    monkeypatch.setattr(early, "TABLE_BYTES", 90 << 10)
+    monkeypatch.setattr(early, "TOTAL_BYTES", 1 << 20)
+    spec = source_spec(database)
+    with drive(database, tmp_path), closing(take_snapshot(spec, lambda _: None)) as taken:
+        found = {chunk.relation.name: chunk for chunk in taken.plan.chunks}
+        assert {name: chunk.rows is not None for name, chunk in found.items()} == {
+            "small": True,
+            "large": False,
+            "long": False,
+        }
+        read = {name: sum(map(len, read_chunk(spec, taken.plan, chunk))) for name, chunk in found.items()}
+    assert read == {"small": 1, "large": 100, "long": 5}
+
+
+def test_a_table_that_is_rewritten_while_it_is_read_starts_again(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early, "TABLE_BYTES", -1)
     database.sql(TABLES)
     write(database, 1, 100)
     with (
@@ -198,6 +274,7 @@ def taken_while(database: Database, monkeypatch: pytest.MonkeyPatch, statements:
     def barrier(*_: object) -> None:
         database.sql(statements)
 
+    monkeypatch.setattr(early, "TABLE_BYTES", -1)
     monkeypatch.setattr(snapshot, "_await_barrier", barrier)
     with closing(take_snapshot(source_spec(database), lambda _: None)) as taken:
         ids_in(database, taken.plan)

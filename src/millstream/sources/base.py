@@ -100,11 +100,15 @@ class Block:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a table that one task reads. `what` is the source's own, small, JSON; `bytes` an estimate."""
+    """A part of a table that one task reads. `what` is the source's own, small, JSON; `bytes` an estimate.
+
+    `rows` are those of a small table that were read with the plan; None: they are to be read.
+    """
 
     relation: Relation
     what: Json
     bytes: int
+    rows: tuple[pa.LargeBinaryArray, ...] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)

@@ -70,28 +70,39 @@ def plan_chunks(
     snapshot was asked for: raises SourceUnavailable if that is not what is published now. None: nothing is published
     for this, and the options alone say which columns and rows are read.
     """
+    relations, filters = described(control, spec, options, before, wanted)
+    with translated("planning the snapshot"), control.transaction():
+        control.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+        control.execute(f"SET TRANSACTION SNAPSHOT {literal(snapshot)}".encode())
+        leaves = control.execute(_LEAVES.encode(), {"oids": list(relations)}).fetchall()
+    present = [leaf for leaf in leaves if leaf[0] in relations]
+    chunks = [chunk for leaf in present for chunk in _chunks_of(relations[leaf[0]], leaf, filters[leaf[0]])]
+    return tuple(chunks), sum(int(leaf[6]) for leaf in leaves)
+
+
+def described(
+    control: Connection,
+    spec: SourceSpec,
+    options: PostgresOptions,
+    before: Mapping[int, str | None] | None,
+    wanted: Wanted | None,
+) -> tuple[dict[int, Relation], Mapping[int, str | None]]:
+    """The tables to read, by oid, and which of their rows. See `plan_chunks`."""
     selected = chosen(catalog.select(control, spec.tables).tables, wanted)
     if wanted is not None and wanted.all:
         selected = [table for table in selected if table.relation.oid in (before or {})]
     asked = [table.relation.oid for table in selected]
+    filters: Mapping[int, str | None]
     if before is None:
-        described, filters = _described(selected, options)
+        found, filters = _by_options(selected, options)
     else:
         filters = published(control, options)
         missing = [oid for oid in asked if oid not in filters or oid not in before or filters[oid] != before[oid]]
         if missing:
             _refuse_partitions(control, [table for table in selected if table.relation.oid in missing], filters)
             raise SourceUnavailable(f"{len(missing)} tables are not in the publication yet")
-        found = catalog.tables_by_oid(control, asked, options.publications)
-        described = [table.relation for table in found]
-    relations = {relation.oid: replace(relation, types=options.types.chosen) for relation in described}
-    with translated("planning the snapshot"), control.transaction():
-        control.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-        control.execute(f"SET TRANSACTION SNAPSHOT {literal(snapshot)}".encode())
-        leaves = control.execute(_LEAVES.encode(), {"oids": asked}).fetchall()
-    present = [leaf for leaf in leaves if leaf[0] in relations]
-    chunks = [chunk for leaf in present for chunk in _chunks_of(relations[leaf[0]], leaf, filters[leaf[0]])]
-    return tuple(chunks), sum(int(leaf[6]) for leaf in leaves)
+        found = [table.relation for table in catalog.tables_by_oid(control, asked, options.publications)]
+    return {relation.oid: replace(relation, types=options.types.chosen) for relation in found}, filters
 
 
 def chosen(tables: Sequence[catalog.Table], wanted: Wanted | None) -> list[catalog.Table]:
@@ -125,7 +136,7 @@ def _refuse_partitions(
             )
 
 
-def _described(
+def _by_options(
     selected: Sequence[catalog.Table], options: PostgresOptions
 ) -> tuple[list[Relation], dict[int, str | None]]:
     """The tables with the columns that the options leave them, and which of their rows these let through."""
@@ -147,13 +158,16 @@ def read_chunk(spec: SourceSpec, plan: SnapshotPlan, chunk: Chunk) -> Iterator[p
     Raises SourceUnavailable when the snapshot is gone or the table was changed under it: the baseline then
     starts again.
     """
+    if chunk.rows is not None:
+        yield from chunk.rows
+        return
     options = PostgresOptions.of(spec)
     with closing(Session(connect_session(spec, options))) as session:
         try:
-            _run(session.run("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"))
-            _run(session.run(f"SET TRANSACTION SNAPSHOT {literal(plan.token)}"))
+            awaited(session.run("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"))
+            awaited(session.run(f"SET TRANSACTION SNAPSHOT {literal(plan.token)}"))
             _lock(session, chunk)
-            yield from _copied(session, _statement(chunk))
+            yield from copied(session, statement_of(chunk))
         except Refused as refused:
             if refused.sqlstate in _GONE_STATES:
                 raise SourceUnavailable(
@@ -178,7 +192,7 @@ def read_keys(
     )
     with closing(Session(connect_session(spec, PostgresOptions.of(spec)))) as session:
         try:
-            yield from _copied(session, statement)
+            yield from copied(session, statement)
         except Refused as refused:
             raise SourceHalted(f"reading rows of {relation.table}: {refused}") from None
 
@@ -189,6 +203,12 @@ def published(control: Connection, options: PostgresOptions) -> dict[int, str | 
     with translated("reading the publications"):
         rows = control.execute(_PUBLISHED.format(filter=filters).encode(), (list(options.publications),)).fetchall()
     return {int(oid): condition for oid, condition in rows}
+
+
+def whole_table(relation: Relation, leaf: str, oid: int, condition: str | None) -> Chunk:
+    """All of a table as one chunk; its file is still to be told."""
+    what: Json = {"leaf": leaf, "oid": oid, "filenode": None, "begin": 0, "end": None, "condition": condition}
+    return Chunk(relation, what, 0)
 
 
 def _chunks_of(relation: Relation, leaf: Sequence[Any], condition: str | None) -> Iterator[Chunk]:
@@ -212,14 +232,20 @@ def _lock(session: Session, chunk: Chunk) -> None:
 
     A rewrite takes the rows out of the sight of older snapshots: they would be missing without a word.
     """
-    what = chunk.what
-    _run(session.run(f"LOCK TABLE ONLY {what['leaf']} IN ACCESS SHARE MODE"))
-    found = _run(session.run(f"SELECT {literal(what['leaf'])}::regclass::oid, pg_relation_filenode({what['oid']})"))
-    if found != [(str(what["oid"]), str(what["filenode"]))]:
+    awaited(session.run(f"LOCK TABLE ONLY {chunk.what['leaf']} IN ACCESS SHARE MODE"))
+    if not holds_still(session, chunk):
         raise SourceUnavailable(f"{chunk.relation.table} was rewritten or replaced while it was read")
 
 
-def _statement(chunk: Chunk) -> str:
+def holds_still(session: Session, chunk: Chunk) -> bool:
+    """Whether a table that is locked is the one that the snapshot has."""
+    what = chunk.what
+    found = awaited(session.run(f"SELECT {literal(what['leaf'])}::regclass::oid, pg_relation_filenode({what['oid']})"))
+    return found == [(str(what["oid"]), str(what["filenode"]))]
+
+
+def statement_of(chunk: Chunk) -> str:
+    """What copies a chunk's rows."""
     what = chunk.what
     conditions = [f"ctid >= '({what['begin']},0)'"]
     conditions += [] if what["end"] is None else [f"ctid < '({what['end']},0)'"]
@@ -230,9 +256,10 @@ def _statement(chunk: Chunk) -> str:
     )
 
 
-def _copied(session: Session, statement: str) -> Iterator[pa.LargeBinaryArray]:
+def copied(session: Session, statement: str) -> Iterator[pa.LargeBinaryArray]:
+    """The rows that a COPY gives, some megabytes at a time."""
     session.send(statement)
-    copying = _run(session.result())
+    copying = awaited(session.result())
     if copying is None or copying.status != pq.ExecStatus.COPY_OUT:
         raise SourceUnavailable("the source did not begin to copy")
     intake = Intake(session.connection, "the session that reads a chunk")
@@ -249,11 +276,11 @@ def _copied(session: Session, statement: str) -> Iterator[pa.LargeBinaryArray]:
         first = first and not sizes
         if len(rows):
             yield rows
-    while _run(session.result()) is not None:
+    while awaited(session.result()) is not None:
         pass
 
 
-def _run(waiting: Generator[None, None, Answer]) -> Answer:
+def awaited(waiting: Generator[None, None, Answer]) -> Answer:
     """Wait to the end: a task has nothing else to do."""
     while True:
         try:

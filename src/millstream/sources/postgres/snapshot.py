@@ -11,7 +11,7 @@ are read as the options describe them, and step 0 has nothing to look at):
 2. The **barrier**: a transaction that has written its commit but is still on the list of running ones counts as
    finished in the snapshot. Who reads its rows in that moment takes them for aborted and marks them so on the
    source, for good. So nobody reads a table before no such transaction is left.
-3. Only then chunks are planned and read.
+3. Only then chunks are planned and read. Small tables are locked right after 1 and read right after 2 (`early`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from millstream.errors import SourceHalted, SourceUnavailable
 from millstream.failpoint import failpoint
 from millstream.model import SourceSpec
 from millstream.sources.base import SnapshotPlan, Wanted
-from millstream.sources.postgres.chunks import plan_chunks, published
+from millstream.sources.postgres.chunks import described, plan_chunks, published
 from millstream.sources.postgres.connection import (
     Connection,
     command,
@@ -38,8 +38,10 @@ from millstream.sources.postgres.connection import (
     literal,
     translated,
 )
+from millstream.sources.postgres.early import EarlyTables
 from millstream.sources.postgres.lsn import parse_lsn
 from millstream.sources.postgres.options import PostgresOptions
+from millstream.sources.postgres.session import Session
 
 LOOK_SECONDS = 0.02
 """How often the barrier looks whether the last transaction is through: it is a matter of milliseconds."""
@@ -63,13 +65,18 @@ class HeldSnapshot:
             before = published(control, options) if captured else None
             exporter = connect_replication(spec, options)
             self._stack.callback(_let_go, exporter)
+            reader = Session(connect_session(spec, options))
+            self._stack.callback(reader.close)
+            early = EarlyTables(control, reader, *described(control, spec, options, before, wanted))
             name, position = _export(control, exporter, options, on_wait)
             failpoint("snapshot.exported")
-            reader = connect_session(spec, options)
-            self._stack.callback(reader.finish)
-            _await_barrier(control, _running_in(reader, name), on_wait)
+            seen = _running_in(reader.connection, name)
+            early.lock()
+            _await_barrier(control, seen, on_wait, early.let_go)
             failpoint("snapshot.barrier_passed")
+            early.read()
             chunks, rows = plan_chunks(control, spec, options, name, before, wanted)
+            chunks = early.found_in(chunks)
             self.plan = SnapshotPlan(position, datetime.now(UTC), name, chunks, rows)
         except BaseException:
             self.close()
@@ -120,17 +127,25 @@ def _open_transactions(control: Connection) -> str:
 
 
 def _running_in(reader: PGconn, snapshot: str) -> tuple[int, frozenset[int]]:
-    """From where on transactions count as not begun in the snapshot, and those below that count as running."""
+    """From where on transactions count as not begun in the snapshot, and those below that count as running.
+
+    The transaction stays open, under the snapshot.
+    """
     command(reader, "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
     command(reader, f"SET TRANSACTION SNAPSHOT {literal(snapshot)}")
     # Nothing else may be read here: this is before the barrier.
     ((text,),) = command(reader, "SELECT pg_current_snapshot()::text")
-    command(reader, "COMMIT")
     _, end, running = (text or "").split(":")
     return int(end), frozenset(int(each) for each in running.split(",") if each)
 
 
-def _await_barrier(control: Connection, seen: tuple[int, frozenset[int]], on_wait: Waiting) -> None:
+def _await_barrier(
+    control: Connection,
+    seen: tuple[int, frozenset[int]],
+    on_wait: Waiting,
+    give_back: Callable[[], None] = lambda: None,
+) -> None:
+    """`give_back` is called when it takes longer than usual: nobody shall wait for what is held meanwhile."""
     end, counted_running = seen
     began = told = time.monotonic()
     while late := [each for each in _running_now(control) if each < end and each not in counted_running]:
@@ -142,6 +157,7 @@ def _await_barrier(control: Connection, seen: tuple[int, frozenset[int]], on_wai
             )
         if now - told >= TELL_SECONDS:
             told = now
+            give_back()
             on_wait(f"the snapshot waits for {len(late)} transactions to become visible")
         time.sleep(LOOK_SECONDS)
 
