@@ -11,10 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pytest
 from deltalake import DeltaTable
 
 from millstream import BatchLimits, Engine, Mode, StreamSpec, TargetSpec
+from millstream.embedded import EmbeddedPostgres
 from millstream.engine import reloading
 from millstream.errors import ConfigError, NotReady, VerifyFailed
 from millstream.model import Relation
@@ -23,7 +25,7 @@ from millstream.sources.postgres.catalog import relations
 from millstream.targets import open_target
 from tests.fixtures.capture import source_spec
 from tests.fixtures.engines import await_that
-from tests.fixtures.postgres import Database
+from tests.fixtures.postgres import Database, fresh_database
 
 pytestmark = pytest.mark.postgres
 
@@ -230,3 +232,39 @@ def test_what_cannot_be_copied_is_said(engine: Engine, database: Database, tmp_p
         assert (tables["public.gone"]["state"], tables["public.items"]["state"]) == ("failed", "done")
         assert tables["public.gone"]["error"] == "the source has no such table"
         assert engine.get_status("shop").targets[0].error is None, "the stream goes on"
+
+
+@pytest.mark.parametrize("kind", ["postgres", "duckdb"])
+def test_a_mirror_that_was_changed_by_hand_equals_the_source_again(
+    engine: Engine, database: Database, postgres: EmbeddedPostgres, tmp_path: Path, kind: str
+) -> None:
+    database.sql("CREATE TABLE orders (id int PRIMARY KEY, note text); CREATE TABLE keyless (id int, note text)")
+    database.sql("INSERT INTO orders SELECT i, repeat('x', 3000) || i FROM generate_series(1, 50) i")
+    database.sql("INSERT INTO keyless SELECT i % 3, 'same' FROM generate_series(1, 9) i")
+    with fresh_database(postgres) as other:
+        options = {"uri": other.uri} if kind == "postgres" else {"path": str(tmp_path / "copy.duckdb")}
+        target = TargetSpec("copy", kind, FEW, options=options)
+        source = source_spec(database, "public.orders", "public.keyless")
+        shop = StreamSpec("shop", source, Mode.SNAPSHOT_THEN_CDC, (target,), checkpoint_interval_ms=100)
+
+        def run(statement: str) -> Rows:
+            if kind == "postgres":
+                return other.sql(statement)
+            with duckdb.connect(str(tmp_path / "copy.duckdb")) as duck:
+                return duck.execute(statement).fetchall()
+
+        with engine:
+            engine.upsert_stream(shop)
+            engine.await_ready("shop", 120)
+            engine.pause("shop")
+            run("DELETE FROM public.orders WHERE id % 2 = 0")
+            run("UPDATE public.orders SET note = 'damaged' WHERE id = 1")
+            run("INSERT INTO public.orders (id, note, _ms_seq) VALUES (-1, 'not the source''s', 0)")
+            run("DELETE FROM public.keyless WHERE id = 1")
+            database.sql("DELETE FROM orders WHERE id = 50")
+            engine.reload("shop")
+            engine.resume("shop")
+            await_that(lambda: (engine.get_status("shop").targets[0].reload or {}).get("state") == "done")
+        for table in ("orders", "keyless"):
+            rows = f"SELECT id, note FROM public.{table}"
+            assert sorted(run(rows)) == sorted(database.sql(rows)), table
