@@ -20,6 +20,7 @@
     ├── TargetError
     │   ├── TargetUnavailable  transient: try the batch again later
     │   └── TargetRefused      permanent: this target stops, the others go on
+    │       ├── CannotFollow   a table has changed so that it must be read again, or another target begun
     │       └── RowRefused     one row cannot be written: without it, or as a dead letter, the batch can
     │           ├── MissingBase    a row lacks a value that its change did not send and nobody has
     │           └── RowUnshaped    a filter or transform fails on a row
@@ -151,6 +152,10 @@ class TargetUnavailable(TargetError):
 
 class TargetRefused(TargetError):
     """The target will never take this batch as it is; the target stops and says why."""
+
+
+class CannotFollow(TargetRefused):
+    """A table has changed so that a target's rows do not tell what they are now."""
 
 
 class RowRefused(TargetRefused):

@@ -64,8 +64,7 @@ def test_a_publication_that_is_dropped(any_database: Database, tmp_path: Path) -
         assert len([row for row in capture.rows if row["relation"]]) == 1
 
 
-def test_a_replica_identity_that_tells_nothing_any_more(any_database: Database, tmp_path: Path) -> None:
-    database = any_database
+def test_a_replica_identity_that_tells_nothing_any_more(database: Database, tmp_path: Path) -> None:
     database.sql("CREATE TABLE t (id int PRIMARY KEY, v text); INSERT INTO t VALUES (1)")
     with drive(database, tmp_path) as capture:
         database.sql("UPDATE t SET v = 'a'")
@@ -80,8 +79,7 @@ def test_a_replica_identity_that_tells_nothing_any_more(any_database: Database, 
 SWAP = "BEGIN; ALTER TABLE t RENAME TO t_old; ALTER TABLE t_new RENAME TO t; COMMIT"
 
 
-def test_a_name_that_goes_to_a_table_that_is_not_captured(any_database: Database, tmp_path: Path) -> None:
-    database = any_database
+def test_a_name_that_goes_to_a_table_that_is_not_captured(database: Database, tmp_path: Path) -> None:
     database.sql("CREATE TABLE t (id int PRIMARY KEY); CREATE TABLE t_new (id int PRIMARY KEY)")
     with drive(database, tmp_path, "public.t") as capture:
         database.sql("INSERT INTO t VALUES (1)")

@@ -16,7 +16,7 @@ from tests.fixtures.mirrors import Mirrors
 from tests.fixtures.plainly import assert_decoded
 from tests.fixtures.postgres import Database, fresh_database
 
-ALTERS = int(os.environ.get("MILLSTREAM_ALTERS", "15"))
+ALTERS = int(os.environ.get("MILLSTREAM_ALTERS", "12"))
 SEEDS = int(os.environ.get("MILLSTREAM_ALTER_SEEDS", "1"))
 """How many ALTERs a history has, and how many histories there are; `make alters` tries a hundred in each of several."""
 

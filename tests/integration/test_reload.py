@@ -268,3 +268,32 @@ def test_a_mirror_that_was_changed_by_hand_equals_the_source_again(
         for table in ("orders", "keyless"):
             rows = f"SELECT id, note FROM public.{table}"
             assert sorted(run(rows)) == sorted(database.sql(rows)), table
+
+
+def test_a_table_that_targets_cannot_follow_comes_with_a_reload(
+    engine: Engine, database: Database, tmp_path: Path
+) -> None:
+    database.sql(
+        "CREATE TABLE orders (id int PRIMARY KEY, note text); CREATE TABLE items (id int PRIMARY KEY, note text)"
+    )
+    database.sql("INSERT INTO orders SELECT i, '0' || i FROM generate_series(1, 50) i")
+    shop = Everywhere(engine, database, tmp_path, only="copy lake")
+    with engine:
+        engine.upsert_stream(shop.stream)
+        engine.await_ready("shop", 120)
+        database.sql("UPDATE orders SET note = '7' WHERE id = 7; INSERT INTO items VALUES (1, 'first')")
+        shop.await_equal("orders", "items")
+        database.sql("ALTER TABLE orders ALTER COLUMN note TYPE int USING note::int * 10")
+        database.sql("INSERT INTO orders VALUES (51, 51); UPDATE items SET note = 'second'")
+
+        def failed() -> list[str]:
+            return [f"{one.error} {one.hint}" for one in engine.get_status("shop").targets if one.state == "failed"]
+
+        await_that(lambda: len(failed()) == 2)
+        assert all("public.orders.note was text at the source and is integer now" in said for said in failed())
+        assert all("millstream reload shop --table public.orders" in said for said in failed()), failed()
+        assert shop.held("copy", "orders")[0] == (1, "01"), "what it had stays"
+        engine.reload("shop", tables=["public.orders"])
+        shop.await_reloaded()
+        database.sql("DELETE FROM orders WHERE id = 50; UPDATE orders SET note = 1 WHERE id = 1")
+        shop.await_equal("orders", "items")

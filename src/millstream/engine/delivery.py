@@ -292,10 +292,10 @@ class DeliveryQuery:
     def _start_reload(self, query: SliceQuery, opened: Opened) -> None:
         """Copy tables beside the query. Afterwards batches go on as ever; a run with an end begins its last query."""
 
-        def settled() -> None:
-            self._opened = opened
+        def opens(now: Opened) -> None:
+            self._opened = now
 
-        self._reloading.start(self._spark, opened, settled, query.stop if self._once else lambda: None)
+        self._reloading.start(self._spark, opened, opens, query.stop if self._once else lambda: None)
 
     def _await_gate(self, opened: Opened) -> None:
         """Wait while the next change has a schema that somebody must approve. Raises SchemaGated where none waits."""

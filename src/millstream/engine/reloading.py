@@ -89,6 +89,7 @@ class Reloading:
         self._letters = LetterBox(store, stream, spec, target, tell)
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
+        self._opens: Callable[[Opened], None] = lambda _: None
         self._looked = 0
         """Up to which change the columns of the table at hand are known to be those of its copy."""
 
@@ -98,20 +99,28 @@ class Reloading:
         due = record is not None and record["state"] in UNFINISHED
         return record if due and can_reload(self._target) else None
 
-    def remembering(self, opened: Opened) -> Opened:
-        """The opened target for batches that go on beside copies."""
+    def remembering(self, opened: Opened, but: str | None = None) -> Opened:
+        """The opened target for batches that go on beside copies; `but` this table will have its copy now."""
         assert isinstance(self._target, Reloadable)  # noqa: S101 - `due` has looked
-        return replace(opened, plan=replace(opened.plan, stager=self._target.remembering()))
+        record = self._record()
+        left = {name for name, one in record["tables"].items() if one["state"] in UNFINISHED} - {but}
+        everything = record["all"] and not record["resolved"]
+        renewed = None if everything else frozenset(left if record["resolved"] else [*left, *record["names"]])
+        return replace(opened, plan=replace(opened.plan, stager=self._target.remembering(renewed)))
 
     def start(
-        self, spark: SparkSession, opened: Opened, settled: Callable[[], None], ended: Callable[[], None]
+        self,
+        spark: SparkSession,
+        opened: Opened,
+        opens: Callable[[Opened], None],
+        ended: Callable[[], None],
     ) -> None:
         """Copy what is due while batches are delivered to the opened target.
 
-        `settled` is called when nothing need be remembered any more, in a turn; `ended` after it.
+        `opens` is told, in a turn, how batches go on: when a table has its copy, or all have; `ended` is called then.
         """
         self._ending = threading.Event()
-        name, given = f"reload-{self._stream.name}-{self._spec.name}", (spark, opened, settled, ended)
+        name, given = f"reload-{self._stream.name}-{self._spec.name}", (spark, opened, opens, ended)
         self._thread = threading.Thread(target=self._run, args=given, name=name, daemon=True)
         self._thread.start()
 
@@ -128,14 +137,16 @@ class Reloading:
 
     # The thread
 
-    def _run(self, spark: SparkSession, opened: Opened, settled: Callable[[], None], ended: Callable[[], None]) -> None:
-        backoff = Backoff()
+    def _run(
+        self, spark: SparkSession, opened: Opened, opens: Callable[[Opened], None], ended: Callable[[], None]
+    ) -> None:
+        backoff, self._opens = Backoff(), opens
         while not self._ending.is_set():
             try:
                 self._copy_due(spark, opened)
                 with self._turn():
                     self._finish()
-                    settled()
+                    opens(opened)
                 ended()
                 return
             except BaselineStopped:
@@ -222,6 +233,10 @@ class Reloading:
         self._save_table(name, state=RUNNING, seq=copying.seq, chunks=chunks, done=0, rows=0, tries=tries, error=None)
         for number, chosen in enumerate(steps):
             last = number == len(steps) - 1
+            if last:
+                # What it cannot follow from here on would take rows that do not come again.
+                with self._turn():
+                    self._opens(self.remembering(opened, but=name))
             step = ReloadStep(mark, copying.seq, copying.found.position, first=number == 0, last=last)
             result = self._step(spark, opened, copying, chosen, step)
             total += result.rows

@@ -277,10 +277,11 @@ class Reloadable(Protocol):
     def reloads(self) -> bool:
         """False where what was can not be brought together with a copy: a history of versions."""
 
-    def remembering(self) -> Stager | Lane:
+    def remembering(self, renewed: frozenset[str] | None) -> Stager | Lane:
         """The executor side for batches while tables are copied: what they remove is remembered until `settle_reload`.
 
-        To be used for every batch from before the snapshot is taken on.
+        To be used for every batch from before the snapshot is taken on. A mirror of one of the tables `renewed` (None:
+        of any), that cannot follow what a change brings, is made anew: the rest of its rows comes with the copy.
         """
 
     def reloader(self, step: ReloadStep) -> Stager | Lane:

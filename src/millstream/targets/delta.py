@@ -174,8 +174,8 @@ class DeltaTarget:
     def reloads(self) -> bool:
         return self._options.write != "scd2"
 
-    def remembering(self) -> DeltaLane:
-        return replace(self.stager(), remembers=self.mirrors)
+    def remembering(self, renewed: frozenset[str] | None) -> DeltaLane:
+        return replace(self.stager(), remembers=self.mirrors, renewed=renewed if self.mirrors else frozenset())
 
     def reloader(self, step: ReloadStep) -> DeltaLane:
         return replace(self.stager(), step=step)
@@ -229,6 +229,8 @@ class DeltaLane:
     """In a replay, the relations under which tables are as the mirror has them."""
     step: ReloadStep | None = None
     """The step of a table's copy that this is for; None: batches are changes."""
+    renewed: frozenset[str] | None = frozenset()
+    """Tables that are made anew when they cannot follow their source's; None: all."""
     remembers: bool = False
     """Whether tables are being copied anew meanwhile: what is removed is remembered."""
 
@@ -346,7 +348,8 @@ class DeltaLane:
                     # Before the commit: who was killed after it would find the change done.
                     remember_removed(self._stones(writer), run, f"{range.end:020d}-{number:06d}")
                 with self._isolating(writer, [read], batch, baseline=False):
-                    writer.write_changes(run)
+                    name = table.relation.table
+                    writer.write_changes(run, renewing=self.renewed is None or name in self.renewed)
         return {"table": table.relation.table, "path": writer.name, "version": writer.finish()}
 
     @contextmanager

@@ -131,7 +131,7 @@ class FilesTarget:
     def reloads(self) -> bool:
         return True
 
-    def remembering(self) -> FilesStager:
+    def remembering(self, renewed: frozenset[str] | None) -> FilesStager:
         return self.stager()
 
     def reloader(self, step: ReloadStep) -> FilesStager:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from millstream.changelog import exposed
-from millstream.errors import TargetRefused
+from millstream.errors import CannotFollow
 from millstream.model import Column, Json, Relation
 from millstream.registry.structure import type_text
 
@@ -25,10 +25,6 @@ _REAL, _DOUBLE = 700, 701
 
 MOST_DIGITS = 38
 """Of a decimal in Arrow."""
-
-
-class CannotFollow(TargetRefused):
-    """A table has changed so that a target's rows do not tell what they are now: it has to be read again."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +104,15 @@ def keeps_values(before: HeldType, after: HeldType) -> bool:
     return before.oid == _REAL and after.oid == _DOUBLE
 
 
+ANOTHER_LOG = (
+    "rename the column there, and a new one is made beside it when the stream is started again; or give the stream a "
+    "new target"
+)
+"""What there is to choose when a changelog cannot follow."""
+
+
 def check_retyped(
-    stream: str, table: str, before: Mapping[str, HeldType], after: Mapping[str, HeldType]
+    table: str, before: Mapping[str, HeldType], after: Mapping[str, HeldType], hint: str
 ) -> dict[str, tuple[HeldType, HeldType]]:
     """The columns that have another type now. Raises TargetRefused for one whose values may be others."""
     found = {name: (was, after[name]) for name, was in before.items() if name in after and not was.is_same(after[name])}
@@ -118,7 +121,7 @@ def check_retyped(
             raise CannotFollow(
                 f"{table}.{name} was {was.text} at the source and is {now.text} now: what that made of the values of "
                 "rows that are there is in no log",
-                hint=read_again(stream, table),
+                hint=hint,
             )
     return found
 

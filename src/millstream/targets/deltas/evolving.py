@@ -23,12 +23,14 @@ from millstream.model import Json, Relation
 from millstream.targets.constants import Constant
 from millstream.targets.evolving import Evolution, evolution, gone, numbers, renamed_since
 from millstream.targets.lanes.tables import SPECIAL, mirror_key
-from millstream.targets.retyping import HeldType, check_retyped, held_types, keeps_values
+from millstream.targets.retyping import HeldType, check_retyped, held_types, keeps_values, read_again
 from millstream.versions import IS_CURRENT
 from millstream.wire.text import decimal_text
 
 _NUMBER = b"millstream.column"
 _TYPE = b"millstream.type"
+
+ANOTHER_TARGET = "give the stream a new target, which begins with the new type"
 
 
 def described(schema: pa.Schema, relation: Relation, *, mirror: bool) -> pa.Schema:
@@ -147,7 +149,8 @@ def rewriting(
     kept = {found.renamed.get(name, name): there.field(name) for name in there.names if name not in found.dropped}
     before = {name: held for name, field in kept.items() if (held := _held(field)) is not None}
     after = {field.name: held for field in wanted if (held := _held(field)) is not None}
-    retyped = check_retyped(stream, table, before, after)
+    hint = ANOTHER_TARGET if constant is None else read_again(stream, table)
+    retyped = check_retyped(table, before, after, hint)
     converted = {name: wanted.field(name) for name in retyped if not fits(wanted.field(name).type, kept[name].type)}
     fresh = [field for field in wanted if field.name not in kept]
     added = {field.name: (field, constant[field.name]) for field in fresh if constant and field.name in constant}

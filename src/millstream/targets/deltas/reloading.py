@@ -57,7 +57,7 @@ def copy_mirror(
     relation, key = table.relation, mirror_key(table.relation)
     wanted = writer.schema_of(relation)
     if step.first:
-        writer.attempt(wanted, relation, lambda handle: handle.make_older(step.seq))
+        writer.attempt(wanted, relation, lambda handle: handle.make_older(step.seq), renewing=True)
         failpoint("reload.versions_lowered")
     if not key:
         _replace(writer, table, stones, form, step, soft=soft)

@@ -12,12 +12,11 @@ import pyarrow as pa
 from pyarrow import types
 
 from millstream.changelog import END_POSITION
-from millstream.errors import TargetRefused
+from millstream.errors import CannotFollow, TargetRefused
 from millstream.failpoint import failpoint
 from millstream.targets.constants import Constant
-from millstream.targets.deltas.evolving import fits, outdated, rewriting
+from millstream.targets.deltas.evolving import ANOTHER_TARGET, fits, outdated, rewriting
 from millstream.targets.deltas.partitions import check_partitions, housed
-from millstream.targets.retyping import CannotFollow
 
 if TYPE_CHECKING:
     import pyarrow.dataset as ds
@@ -185,7 +184,7 @@ class Handle:
                 raise CannotFollow(
                     f"{table}: column {field.name} is {there.field(field.name).type} in the Delta table, and "
                     f"{field.type} now",
-                    hint="give the stream a new target, which begins with the new type",
+                    hint=ANOTHER_TARGET,
                 )
         if missing:
             self._table.alter.add_columns(Schema.from_arrow(pa.schema(missing)).fields)

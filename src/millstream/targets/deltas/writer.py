@@ -78,8 +78,11 @@ class Writer:
         there = Handle.existing(self._path) if self._form.keyed and not run.relation.enriched else None
         return run if there is None else replace(run, relation=with_key(run.relation, there.schema()))
 
-    def write_changes(self, run: Run) -> None:
-        """The changes of a run that the table does not have yet, in commits that say so."""
+    def write_changes(self, run: Run, *, renewing: bool = False) -> None:
+        """The changes of a run that the table does not have yet, in commits that say so.
+
+        `renewing`: a table that cannot follow the source's is made anew, and gets its other rows in another way.
+        """
         wanted = self.schema_of(run.relation)
         existing = Handle.existing(self._path)
         known = existing.transaction_version(self.app) if existing else None
@@ -92,7 +95,7 @@ class Writer:
             if changes.num_rows:
                 self._form.write(table, run.relation, changes, self.said)
 
-        self.attempt(wanted, run.relation, commit)
+        self.attempt(wanted, run.relation, commit, renewing=renewing)
         failpoint("delta.table_committed")
 
     def rejects(self, run: Run, scratch: Path, *, baseline: bool) -> list[Reject]:
@@ -194,12 +197,13 @@ class Writer:
     ) -> None:
         """Commit to the table, made or completed to have these columns; again if somebody else was faster.
 
-        `renewing`: the commit replaces all rows.
+        `renewing`: what is in a table that cannot follow the source's need not be kept.
         """
         from deltalake.exceptions import CommitFailedError, DeltaError
 
         keyed = self._form.keyed
-        how = Following(self._stream, constants(relation) if keyed else None, keyed and self._drops, renewing)
+        constant = constants(relation) if keyed else None
+        how = Following(self._stream, constant, keyed and self._drops, keyed and renewing)
         for _ in range(TRIES):
             try:
                 commit(self._open(relation, wanted, how))

@@ -9,11 +9,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from millstream.errors import CannotFollow
 from millstream.model import Relation
 from millstream.targets.base import TargetContext
 from millstream.targets.evolving import Evolution, evolution, gone, numbers, renamed_since
 from millstream.targets.lanes.database import Database
-from millstream.targets.retyping import CannotFollow, HeldType, held_types, keeps_values, read_again
+from millstream.targets.retyping import HeldType, held_types, keeps_values, read_again
 
 _SEEN = "columns"
 """Among what a connection knows: by owner and table, what is written down of the columns as it left them."""

@@ -56,6 +56,8 @@ class SqlLane:
     database: type[Database]
     options: LaneOptions
     context: TargetContext
+    renewed: frozenset[str] | None = frozenset()
+    """Tables that are made anew when they cannot follow their source's; None: all."""
     remembers: bool = False
     """Whether tables are being copied anew meanwhile: what is removed is remembered."""
 
@@ -125,7 +127,7 @@ class SqlLane:
                     continue
                 if mirrors and run.relation_id == MESSAGES:
                     continue
-                into = self._prepared(db, run)
+                into = self._prepared(db, run, renewing=self.renewed is None or run.relation.table in self.renewed)
                 if not mirrors:
                     write: Callable[[pa.Table], None] = partial(write_changes, db, into)
                 elif empty[number]:
@@ -273,8 +275,8 @@ class LaneTarget:
     def reloads(self) -> bool:
         return True
 
-    def remembering(self) -> SqlLane:
-        return replace(self.stager(), remembers=self.mirrors)
+    def remembering(self, renewed: frozenset[str] | None) -> SqlLane:
+        return replace(self.stager(), remembers=self.mirrors, renewed=renewed if self.mirrors else frozenset())
 
     def reloader(self, step: ReloadStep) -> ReloadLane:
         return ReloadLane(self._database, self._options, self._opened(), step)

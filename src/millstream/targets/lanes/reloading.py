@@ -72,7 +72,8 @@ class ReloadLane:
         return True
 
     def _write(self, db: Database, part: Part, *, mirrors: bool, isolate: bool) -> None:
-        prepared = prepare(db, part.relation, part.relation_id, self.context, self.options)
+        about = (part.relation, part.relation_id, self.context, self.options)
+        prepared = prepare(db, *about, renewing=mirrors and self.step.first)
         soft, isolating = self.options.deletes == "soft", Isolating(db) if isolate else None
         if mirrors and self.step.first:
             _make_older(db, prepared, self.step.seq)

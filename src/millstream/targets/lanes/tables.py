@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from millstream.changelog import BEFORE, METADATA, exposed
-from millstream.errors import TargetRefused
+from millstream.errors import CannotFollow, TargetRefused
 from millstream.model import Relation
 from millstream.targets.base import TargetContext
 from millstream.targets.constants import Constant, constants
 from millstream.targets.lanes.database import UNKNOWN, ColumnDef, Database, LaneOptions, quoted
 from millstream.targets.lanes.evolving import Noted, follow, note_key, noted, remember
-from millstream.targets.retyping import CannotFollow, check_retyped, held_types, read_again
+from millstream.targets.retyping import ANOTHER_LOG, check_retyped, held_types, read_again
 
 SPECIAL = "_ms_special"
 
@@ -56,8 +56,7 @@ def prepare(
 ) -> Prepared:
     """Make the table if it is missing, add what it lacks. Raises TargetRefused when it cannot hold the relation.
 
-    With `renewing` all rows are about to be replaced: a table of ours whose rows do not tell what became of them is
-    made anew.
+    With `renewing` all rows come anew: a mirror of ours whose rows do not tell what became of them is made once more.
     """
     # A connection may serve several streams: what one of them may write is not another's.
     about = (relation, relation_id, context.stream, context.target, options.write, options.deletes)
@@ -67,7 +66,7 @@ def prepare(
     try:
         prepared = _prepared(db, relation, relation_id, context, options)
     except CannotFollow:
-        if not renewing or not _is_ours(db, relation, context):
+        if not renewing or options.write != "mirror" or not _is_ours(db, relation, context):
             raise
         _forget(db, relation)
         prepared = _prepared(db, relation, relation_id, context, options)
@@ -234,7 +233,8 @@ def _complete(
 
     One that is not of the key may be too narrow for some values: the target takes the rows that it can.
     """
-    retyped = check_retyped(context.stream, relation.table, known.types, held_types(relation))
+    hint = read_again(context.stream, relation.table) if db.options.write == "mirror" else ANOTHER_LOG
+    retyped = check_retyped(relation.table, known.types, held_types(relation), hint)
     found = there if db.case_matters else {name.lower(): kind for name, kind in there.items()}
     table = db.table(relation)
     complete = []
