@@ -128,8 +128,7 @@ class RequestDesk:
             except MillstreamError as failed:
                 answer = _as_answer(failed)
             if answer is not None:
-                failpoint("engine.request_done")
-                self._store.answer(request.id, answer)
+                self._reply(request.id, answer)
         self._looked_at = time.monotonic()
 
     def _take(self, request: Request) -> Json | None:
@@ -153,8 +152,11 @@ class RequestDesk:
             # A defect: it ends the run, as it does where nobody waits.
             self._defect = failed
             return
+        self._reply(id, {"result": done.result()} if failed is None else _as_answer(failed))
+
+    def _reply(self, id: int, answer: Json) -> None:
         failpoint("engine.request_done")
-        self._store.answer(id, {"result": done.result()} if failed is None else _as_answer(failed))
+        self._store.answer(id, answer)
 
 
 def _as_answer(failed: MillstreamError) -> Json:
