@@ -173,7 +173,8 @@ def read_chunk(spec: SourceSpec, plan: SnapshotPlan, chunk: Chunk) -> Iterator[p
                 raise SourceUnavailable(
                     f"{chunk.relation.table} cannot be read under this snapshot: {refused}"
                 ) from None
-            hint = "grant the right to read the table" if refused.sqlstate == "42501" else None
+            grant = "grant the right to read the table; where it has row security, BYPASSRLS too"
+            hint = grant if refused.sqlstate == "42501" else None
             raise SourceHalted(f"reading {chunk.relation.table}: {refused}", hint=hint) from None
 
 

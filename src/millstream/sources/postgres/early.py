@@ -22,7 +22,7 @@ from millstream.sources.base import Chunk
 from millstream.sources.postgres.chunks import awaited, copied, holds_still, statement_of, whole_table
 from millstream.sources.postgres.connection import Connection, translated
 from millstream.sources.postgres.patterns import quote
-from millstream.sources.postgres.session import Refused, Session
+from millstream.sources.postgres.session import TURN_SECONDS, Refused, Session
 
 TABLE_BYTES = 1 << 20
 """A table with its long values that is larger than this is not read early,"""
@@ -93,7 +93,7 @@ class EarlyTables:
                     self._read[oid] = (chunk, rows)
         except Refused:
             # It cannot be read, and the transaction is over: whoever comes to the table again says why.
-            pass
+            self._take_rest()
         self.let_go()
 
     def found_in(self, chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
@@ -127,10 +127,16 @@ class EarlyTables:
             awaited(self._session.run(f"LOCK TABLE {names} IN ACCESS SHARE MODE NOWAIT"))
         except Refused:
             # It is in use, gone, or not ours to read: whoever reads it later says so.
+            self._take_rest()
             awaited(self._session.run("ROLLBACK TO SAVEPOINT early"))
             return False
         self._held.update(oids)
         return True
+
+    def _take_rest(self) -> None:
+        """What the server still says of a statement that it refused: before that it takes no other."""
+        while not self._session.finished():
+            self._session.await_input(TURN_SECONDS)
 
     def _rows(self, chunk: Chunk, most: int) -> Rows | None:
         """The rows of a table; None, and no lock is held any more, if they are more than that."""
