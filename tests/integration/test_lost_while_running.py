@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from millstream.errors import SourceHalted, SourceUnavailable
+from millstream.observe import Event
 from millstream.sources.postgres import source
 from tests.fixtures.capture import SECONDS, Driver, drive, source_spec
 from tests.fixtures.postgres import Database
@@ -113,3 +114,23 @@ def test_names_that_captured_tables_exchange_are_in_their_descriptions(database:
         capture.catch_up()
         names = [(found.oid, found.table) for row in capture.rows if (found := capture.relations[row["relation"] - 1])]
         assert names[2:] == [(other.oid, "public.t"), (one.oid, "public.t_old")]
+
+
+def test_a_partition_that_goes_or_comes_is_told(database: Database, tmp_path: Path) -> None:
+    database.sql(
+        "CREATE TABLE p (id int PRIMARY KEY) PARTITION BY RANGE (id); CREATE TABLE p_2 (id int PRIMARY KEY); "
+        "CREATE TABLE p_1 PARTITION OF p FOR VALUES FROM (0) TO (100)"
+    )
+    events: list[Event] = []
+    with drive(database, tmp_path, "public.p", events=events) as capture:
+        database.sql("INSERT INTO p VALUES (1)")
+        capture.catch_up()
+        database.sql("ALTER TABLE p DETACH PARTITION p_1")
+        database.sql("ALTER TABLE p ATTACH PARTITION p_2 FOR VALUES FROM (100) TO (200)")
+        deadline = time.monotonic() + SECONDS
+        while not {"source.partition_gone", "source.partition_come"} <= {event.kind for event in events}:
+            assert time.monotonic() < deadline
+            capture.step()
+    told = {event.kind: event.message for event in events}
+    assert "public.p_1 is no partition of public.p any more" in told["source.partition_gone"]
+    assert "public.p_2 is a partition of public.p now" in told["source.partition_come"]

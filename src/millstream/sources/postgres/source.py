@@ -25,6 +25,7 @@ from millstream.sources.postgres.connection import (
     connect_session,
     translated,
 )
+from millstream.sources.postgres.leaves import Leaves, read_leaves, told
 from millstream.sources.postgres.lsn import format_lsn
 from millstream.sources.postgres.membership import Publication
 from millstream.sources.postgres.options import PostgresOptions
@@ -71,6 +72,7 @@ class PostgresSource:
         """By number of the table what the trigger last told of it,"""
         self._known: dict[int, Relation] = {}
         """and what was last known of it at all."""
+        self._leaves: Leaves | None = None
         self._acked = 0
         self._status: Json = {}
         self._status_at = float("-inf")
@@ -173,6 +175,7 @@ class PostgresSource:
         self._stream = None  # it is the reading's from here on
         reading.acknowledge(self._acked)
         self._watched_at = self._heard_at = time.monotonic()
+        self._look_at_partitions(control)
         self._heard = start
         for block in reading.blocks():
             yield block
@@ -265,9 +268,16 @@ class PostgresSource:
         if now - self._watched_at < WATCH_SECONDS or self._published is None:
             return
         self._watched_at = now
+        self._look_at_partitions(control)
         reasons = watch_publications(control, self._options, self._published, self._spec.tables)
         if reasons:
             raise drift_error(reasons, self._options)
+
+    def _look_at_partitions(self, control: Connection) -> None:
+        now = read_leaves(control, self._options.publications)
+        for event in told(self._leaves or now, now):
+            self._tell(event)
+        self._leaves = now
 
     def _ask(self, control: Connection) -> Json:
         info = slot_info(control, self._options.slot)
