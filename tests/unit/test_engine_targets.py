@@ -138,23 +138,29 @@ def test_a_pause_returns_when_the_batch_at_hand_has_ended(
     assert engine.get_status("shop").targets[0].seq == 1
 
 
+@pytest.mark.parametrize("said", [Py4JNetworkError("no answer"), ConnectionRefusedError("nobody listens")])
 def test_an_engine_whose_spark_is_gone_ends_at_once_and_says_so(
-    engine: Engine, script: Script, tmp_path: Path, watching: Watching, monkeypatch: pytest.MonkeyPatch
+    engine: Engine,
+    script: Script,
+    tmp_path: Path,
+    watching: Watching,
+    monkeypatch: pytest.MonkeyPatch,
+    said: Exception,
 ) -> None:
     engine.start()
     engine.upsert_stream(stream(script, tmp_path, targets="copy log"))
     engine.await_ready("shop", 120)
 
     def lost(*_: object) -> None:
-        raise Py4JNetworkError("no answer")
+        raise said
 
     monkeypatch.setattr(FakeSpark, "isStopped", lost)
     monkeypatch.setattr(delivery, "run_batch", lost)
     script.insert("public.orders", id=1, note="one")
     await_that(lambda: not engine.is_running)
     assert isinstance(engine.failure, SparkEnded)
-    (said,) = watching.of("engine.failed")
-    assert said.message == "the engine stops: Spark has ended, and with it all deliveries"
+    (told,) = watching.of("engine.failed")
+    assert told.message == "the engine stops: Spark has ended, and with it all deliveries"
     with pytest.raises(SparkEnded):
         engine.await_ready("shop", 120)
 

@@ -22,7 +22,7 @@ from millstream.engine.account import Account
 from millstream.engine.backoff import Backoff
 from millstream.engine.baseline import Baseline, BaselineStopped
 from millstream.engine.batch import run_batch
-from millstream.engine.delivery_errors import check_spark, is_transient, kind_of, unexpected
+from millstream.engine.delivery_errors import check_spark, ended_by, is_transient, kind_of, unexpected
 from millstream.engine.gate import GATE_SECONDS, AtGate, Gate
 from millstream.engine.letters import LetterBox
 from millstream.engine.opening import Opened, Opening, from_micros
@@ -203,7 +203,7 @@ class DeliveryQuery:
         except MillstreamError as failed:
             self._fail(failed)
         except Exception as defect:  # noqa: BLE001 - whatever it is, the target must not look healthy
-            self._fail(unexpected(defect))
+            self._fail(ended_by(self._spark, defect))
         finally:
             if self.state not in (StreamState.COMPLETE, *BROKEN):
                 self.state = StreamState.STOPPED

@@ -22,6 +22,15 @@ def unexpected(defect: Exception | None) -> TargetError:
     return TargetError(f"delivery ended: {kind_of(defect)}", hint="see spark.log in the home's spark directory")
 
 
+def ended_by(spark: SparkSession, defect: Exception) -> MillstreamError:
+    """Why a delivery has ended that a stranger's error has ended: because Spark has, or for that error."""
+    try:
+        check_spark(spark, defect)
+    except SparkEnded as ended:
+        return ended
+    return unexpected(defect)
+
+
 def kind_of(failure: Exception | None) -> str:
     """A stranger's error by its class alone: its words may hold a user's values."""
     return "the query ended" if failure is None else f"Spark reported {type(failure).__name__}"
@@ -31,7 +40,8 @@ def check_spark(spark: SparkSession, failure: Exception | None) -> None:
     """Raise SparkEnded for a session whose JVM is gone: it cannot be retried on."""
     try:
         stopped = spark.sparkContext._jsc is None or spark.sparkContext._jsc.sc().isStopped()
-    except Py4JError:
+    except (Py4JError, OSError):
+        # Py4J hands on what the socket says when nobody listens any more.
         stopped = True
     if stopped:
         hint = "start it again; spark.log in the home's spark directory may say why"
