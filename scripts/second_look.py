@@ -2,10 +2,10 @@
 
     python scripts/second_look.py CACHE...
 
-Each CACHE is the cache directory of a pytest that ran just now. Tests with servers and processes may fail because the
-machine was busy. One that passes alone is called flaky, aloud, since it is to be mended all the same; a fault of the
-code fails again. Ends with 0 only if every test that failed has passed now. Nothing is looked at again if that would
-change nothing, or would hide more than a coincidence: a unit test, a file that could not be collected, too many tests.
+Each CACHE is the cache directory of a pytest that ran just now. Tests with servers, processes or threads may fail
+because the machine was busy. One that passes alone is called flaky, aloud, since it is to be mended all the same; a
+fault of the code fails again. Ends with 0 only if every test that failed has passed now. Nothing is looked at again if
+that would change nothing, or would hide more than a coincidence: a file that could not be collected, too many tests.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-
-WITH_PROCESSES = ("tests/integration/", "tests/chaos/")
-"""Where tests depend on servers and processes, thus on how busy the machine is."""
 
 MOST = 5
 """If more tests than this have failed, it is not by coincidence."""
@@ -51,8 +48,6 @@ def why_not(failed: Sequence[str]) -> str | None:
     if len(failed) > MOST:
         return f"{len(failed)} tests failed, more than the {MOST} that could be by coincidence"
     for name in failed:
-        if not name.startswith(WITH_PROCESSES):
-            return f"{name} does not depend on servers or processes"
         if "::" not in name:
             return f"{name} could not be collected"
     return None
