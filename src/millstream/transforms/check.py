@@ -72,10 +72,10 @@ def _unsent(stream: StreamSpec, relation: Relation, needs: Sequence[str]) -> Ite
     large = [column.name for column in relation.columns if _may_be_large(column) and column.name not in relation.key]
     needed = [name for name in large if name in needs]
     if needed:
-        what = f"which the filters of stream {stream.name} need: such an update stops its targets"
+        what = f"which the filters of stream {stream.name} need: its row is read at the source again, or kept aside"
         names = needed
     elif large and any(map(is_mirror, stream.targets)):
-        what = f"so that an update by which a row enters the filters of stream {stream.name} stops its mirrors"
+        what = f"so that an update by which a row enters the filters of stream {stream.name} is kept aside at mirrors"
         names = large
     else:
         return
