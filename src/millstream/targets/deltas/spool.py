@@ -37,9 +37,11 @@ def spool(batch: LaneBatch, scratch: Path, *, messages: bool) -> list[Spooled]:
 def _kept(run: Run, path: Path) -> Callable[[], Run]:
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, run.changes.schema) as writer:
         writer.write_table(run.changes)
+    # Not the run itself: whoever keeps the way to read it back would keep its changes in memory.
+    relation, relation_id = run.relation, run.relation_id
 
     def read() -> Run:
         with pa.memory_map(str(path)) as file:
-            return Run(run.relation, run.relation_id, pa.ipc.open_file(file).read_all())
+            return Run(relation, relation_id, pa.ipc.open_file(file).read_all())
 
     return read
