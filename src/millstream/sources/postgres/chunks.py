@@ -30,6 +30,8 @@ CHUNK_BYTES = 64 << 20
 """So much of a table is one chunk."""
 RUN_BYTES = 4 << 20
 """So much of a chunk is handed on at a time."""
+LOCK_SECONDS = 60
+"""So long a table that somebody has locked is waited for: the snapshot holds back the server's own cleaning."""
 
 _GONE_STATES = ("42703", "42P01", "55000", "22023")
 """A column, a table or the snapshot that is no longer there."""
@@ -233,7 +235,16 @@ def _lock(session: Session, chunk: Chunk) -> None:
 
     A rewrite takes the rows out of the sight of older snapshots: they would be missing without a word.
     """
-    awaited(session.run(f"LOCK TABLE ONLY {chunk.what['leaf']} IN ACCESS SHARE MODE"))
+    awaited(session.run(f"SET LOCAL lock_timeout = '{LOCK_SECONDS}s'"))
+    try:
+        awaited(session.run(f"LOCK TABLE ONLY {chunk.what['leaf']} IN ACCESS SHARE MODE"))
+    except Refused as refused:
+        if refused.sqlstate != "55P03":
+            raise
+        raise SourceUnavailable(
+            f"{chunk.relation.table} has been locked by somebody else for {LOCK_SECONDS} s",
+            hint="see pg_locks; a lock without a process is that of a prepared transaction (pg_prepared_xacts)",
+        ) from None
     if not holds_still(session, chunk):
         raise SourceUnavailable(f"{chunk.relation.table} was rewritten or replaced while it was read")
 

@@ -9,10 +9,15 @@ from dataclasses import dataclass
 from millstream.config.units import format_duration, format_size
 from millstream.model import SourceSpec
 from millstream.sources.base import Finding, Severity
+from millstream.sources.postgres.blockers import prepared_transactions
 from millstream.sources.postgres.connection import Connection, translated
 from millstream.sources.postgres.options import PostgresOptions
 from millstream.sources.postgres.patterns import quote
 from millstream.sources.postgres.slot import slot_info, slot_problem
+
+PREPARED_SECONDS = 60
+"""Who commits in two phases does so within moments: what is older was left behind."""
+_NAMED = 5
 
 MINIMUM_MINORS = {14: 19, 15: 14, 16: 10, 17: 6, 18: 0}
 """Older minors have faults in logical decoding that lose or mix up changes."""
@@ -81,6 +86,7 @@ def server_findings(conn: Connection, server: Server, spec: SourceSpec, options:
     yield _synchronous(server.settings["synchronous_standby_names"], f"millstream {options.slot}")
     yield from _limits(server, spec)
     yield from _needs(server, options)
+    yield from _left_behind(conn)
 
 
 def _version(server: Server) -> Finding:
@@ -217,3 +223,15 @@ def _needs(server: Server, options: PostgresOptions) -> Iterator[Finding]:
     ):
         if wanted and server.version < least * 10000:
             yield Finding("options", Severity.ERROR, f"{name} needs Postgres {least}", f"remove {name} from the source")
+
+
+def _left_behind(conn: Connection) -> Iterator[Finding]:
+    old = [one for one in prepared_transactions(conn) if one.seconds >= PREPARED_SECONDS]
+    if old:
+        yield Finding(
+            "prepared_transactions",
+            Severity.WARNING,
+            f"{len(old)} transactions were prepared and left behind, the oldest {old[0].seconds} s ago: a new slot and "
+            "every snapshot wait for them, and the server keeps its log",
+            "; ".join(one.remedy for one in old[:_NAMED]),
+        )

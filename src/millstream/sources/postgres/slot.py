@@ -23,6 +23,7 @@ from psycopg.pq.abc import PGconn
 from millstream.errors import SourceHalted, SourceUnavailable
 from millstream.failpoint import failpoint
 from millstream.model import Json
+from millstream.sources.postgres.blockers import open_transactions
 from millstream.sources.postgres.connection import Connection, command, literal, translated
 from millstream.sources.postgres.lsn import parse_lsn
 from millstream.sources.postgres.options import PostgresOptions
@@ -218,19 +219,9 @@ def _create(
         nonlocal seconds
         seconds += 1
         if on_wait is not None and seconds % 3 == 0:
-            on_wait(f"slot {options.slot} waits for open transactions: {_open_transactions(conn)}")
+            on_wait(f"slot {options.slot} waits for open transactions: {open_transactions(conn)}")
 
     statement = f'CREATE_REPLICATION_SLOT "{options.slot}" LOGICAL {PLUGIN} {how}'
     ((_, point, *_),) = command(replication, statement, tell)
     failpoint("capture.slot_created")
     return parse_lsn(point or "")
-
-
-def _open_transactions(conn: Connection) -> str:
-    with translated("looking for open transactions"):
-        rows = conn.execute(
-            "SELECT pid, coalesce(nullif(application_name, ''), 'unnamed'), "
-            "extract(epoch FROM now() - xact_start)::int FROM pg_stat_activity "
-            "WHERE backend_xid IS NOT NULL AND pid <> pg_backend_pid() ORDER BY xact_start LIMIT 5"
-        ).fetchall()
-    return ", ".join(f"process {pid} ({name}, {seconds} s)" for pid, name, seconds in rows) or "prepared or ending ones"

@@ -28,6 +28,7 @@ from millstream.errors import SourceHalted, SourceUnavailable
 from millstream.failpoint import failpoint
 from millstream.model import SourceSpec
 from millstream.sources.base import SnapshotPlan, Wanted
+from millstream.sources.postgres.blockers import open_transactions
 from millstream.sources.postgres.chunks import described, plan_chunks, published
 from millstream.sources.postgres.connection import (
     Connection,
@@ -102,10 +103,10 @@ def _export(control: Connection, exporter: PGconn, options: PostgresOptions, on_
         seconds = time.monotonic() - waited
         if seconds * 1000 > options.snapshot_wait:
             raise SourceUnavailable(
-                f"the snapshot waited {seconds:.0f} s for open transactions{_open_transactions(control)}",
+                f"the snapshot waited {seconds:.0f} s for open transactions: {open_transactions(control)}",
                 hint="end them, or raise snapshot_wait",
             )
-        on_wait(f"the snapshot waits for open transactions{_open_transactions(control)}")
+        on_wait(f"the snapshot waits for open transactions: {open_transactions(control)}")
 
     # Unique on the server while the connection lives, and within the 63 bytes of a name.
     slot = f"{options.slot[:40]}_snapshot_{exporter.backend_pid}"
@@ -114,16 +115,6 @@ def _export(control: Connection, exporter: PGconn, options: PostgresOptions, on_
     if name is None or point is None:
         raise SourceHalted("the server made a slot without a snapshot")
     return name, parse_lsn(point)
-
-
-def _open_transactions(control: Connection) -> str:
-    """The oldest of them, for people: who holds the snapshot up."""
-    with translated("looking for open transactions"):
-        row = control.execute(
-            "SELECT pid, usename, extract(epoch FROM clock_timestamp() - xact_start)::int8 FROM pg_stat_activity "
-            "WHERE backend_xid IS NOT NULL ORDER BY xact_start LIMIT 1"
-        ).fetchone()
-    return "" if row is None else f": the oldest is that of process {row[0]} ({row[1]}), open for {row[2]} s"
 
 
 def _running_in(reader: PGconn, snapshot: str) -> tuple[int, frozenset[int]]:
