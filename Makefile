@@ -10,7 +10,7 @@ export PYTHONPATH := $(CURDIR)/src
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-short test next bench rehearse lint format chaos cluster histories alters large writers reconnect lake docs types clean
+.PHONY: help setup demo demo-short test next bench rehearse lint format chaos cluster histories alters large writers losses reconnect lake docs types clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -79,6 +79,10 @@ large: setup ## Capture and deliver one transaction of 5 million rows, and look 
 
 writers: setup ## 24 writers as fast as they can, snapshots in their midst, and a look at the source afterwards
 	@MILLSTREAM_WRITERS_SECONDS=$${MILLSTREAM_WRITERS_SECONDS:-120} $(PYTHON_IN_VENV) -m pytest tests/integration/test_writers.py
+
+losses: setup ## Whole engines under load whose slot, publication, table or server goes, and transactions left open
+	@MILLSTREAM_LOSSES=1 $(PYTHON_IN_VENV) -m pytest tests/integration/test_lost_under_load.py \
+		tests/integration/test_promoted.py tests/integration/test_open_writers.py
 
 reconnect: setup ## Come back to a server that keeps 5 GB of log for a paused target
 	@MILLSTREAM_WAL_GB=$${MILLSTREAM_WAL_GB:-5} $(PYTHON_IN_VENV) -m pytest -s tests/integration/test_reconnect.py

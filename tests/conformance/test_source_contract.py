@@ -122,7 +122,7 @@ class Capturing:
         return self.relations.index(relation) + 1
 
     def connect(self) -> None:
-        patiently(lambda: self.source.check(self.identity, self.end))
+        self.identity = patiently(lambda: self.source.check(self.identity, self.end))
         self.stream = self.source.capture(self.end, self.register)
 
     def step(self) -> Block:

@@ -134,3 +134,21 @@ def test_a_partition_that_goes_or_comes_is_told(database: Database, tmp_path: Pa
     told = {event.kind: event.message for event in events}
     assert "public.p_1 is no partition of public.p any more" in told["source.partition_gone"]
     assert "public.p_2 is a partition of public.p now" in told["source.partition_come"]
+
+
+def test_a_transaction_that_a_publication_goes_in_the_midst_of_does_not_come_in_part(
+    any_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "WATCH_SECONDS", 3600)
+    database = any_database
+    database.sql("CREATE TABLE t (id int PRIMARY KEY)")
+    with drive(database, tmp_path) as capture:
+        database.sql("INSERT INTO t VALUES (1)")
+        capture.catch_up()
+        with database.connect(autocommit=False) as writer:
+            writer.execute("INSERT INTO t VALUES (2)")
+            database.sql(f"DROP PUBLICATION {database.name}")
+            writer.execute("INSERT INTO t VALUES (3)")
+            writer.commit()
+        assert database.name in read_until_it_halts(capture)
+        assert len([row for row in capture.rows if row["relation"]]) == 1

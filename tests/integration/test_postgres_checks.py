@@ -51,6 +51,7 @@ def test_the_identity_names_all_that_a_journal_depends_on(any_database: Database
         {
             "system_identifier": str(any_database.sql("SELECT system_identifier FROM pg_control_system()")[0][0]),
             "timeline": 1,
+            "timeline_history": [],
             "database": any_database.name,
             "database_oid": oid,
             "slot": f"millstream_{any_database.name}",
@@ -291,6 +292,14 @@ def test_servers_that_took_the_place_of_ours(server: EmbeddedPostgres) -> None:
         good.promote()
         with opened(spec) as control:
             assert identify(control.replication).timeline == 2
-            control.check(identity, end)
-            later = replace(identity, facts={**identity.facts, "timeline": 2})
-            control.check(later, move_on(control))
+            later = control.check(identity, end)
+            assert (later.facts["timeline"], [line[0] for line in later.facts["timeline_history"]]) == (2, [1])
+            beyond = move_on(control)
+            assert control.check(later, beyond) == later
+            with pytest.raises(SourceHalted, match="the journal has transactions that this server lost"):
+                control.check(identity, beyond)
+            # Another standby was promoted as well, and the journal has gone on with that one.
+            ((first, left),) = later.facts["timeline_history"]
+            strange = replace(later, facts={**later.facts, "timeline_history": [[first, left - 8]]})
+            with pytest.raises(SourceHalted, match="came to timeline 2 in another way"):
+                control.check(strange, end)

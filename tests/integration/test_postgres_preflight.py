@@ -129,6 +129,17 @@ def test_old_minors_are_refused(postgres: EmbeddedPostgres, version: int, severi
     ]
 
 
+def test_a_slot_for_failover_that_may_be_ahead_of_the_standbys_is_told(postgres: EmbeddedPostgres) -> None:
+    spec = source_spec(postgres.uri(), failover=True)
+    options = PostgresOptions.of(spec)
+    with connect(spec, options) as conn:
+        server = Server.read(conn)
+        (found,) = [one for one in server_findings(conn, server, spec, options) if one.check == "failover"]
+        waits = replace(server, settings={**server.settings, "synchronized_standby_slots": "standby"})
+        assert "failover" not in [one.check for one in server_findings(conn, waits, spec, options)]
+    assert "ALTER SYSTEM SET synchronized_standby_slots" in (found.fix or "")
+
+
 # A server where nothing is as it should be
 
 AWKWARD = {

@@ -118,10 +118,8 @@ def test_the_publications_follow_the_patterns_and_the_tables(any_database: Datab
     any_database.sql("ALTER TABLE b ADD PRIMARY KEY (id)")
     then = control.sync("public.b", "public.c", first_start=False)
     assert (names(then.publications[main]), names(then.publications[second])) == ({"b", "c"}, set())
-    any_database.sql("ALTER TABLE b DROP CONSTRAINT b_pkey")
-    last = control.sync("public.b", "public.c", first_start=False)
-    assert (names(last.publications[main]), names(last.publications[second])) == ({"c"}, {"b"})
-    any_database.sql("INSERT INTO b VALUES (1); UPDATE b SET id = 2")
+    last = control.sync("public.b", first_start=False)
+    assert (names(last.publications[main]), names(last.publications[second])) == ({"b"}, set())
 
 
 def test_partitions_come_under_the_name_of_their_table(any_database: Database, control: Control) -> None:
@@ -196,9 +194,29 @@ def test_a_table_that_loses_its_key_is_moved_before_the_application_notices(
     (reason,) = watch_publications(control.conn, control.options, plan.publications)
     assert reason.startswith("table public.a can no longer publish updates (it has no primary key), and was moved")
     any_database.sql("UPDATE a SET v = 2")
+    # What is missing since then stays missing, however often capture is started.
+    with pytest.raises(SourceHalted, match=r"table public\.a is no longer in publication") as halted:
+        control.sync(first_start=False)
+    any_database.sql((halted.value.hint or "").partition("run: ")[2])
     then = control.sync(first_start=False)
     assert then.statements == ()
     assert names(then.publications[control.options.insert_publication]) == {"a"}
+
+
+def test_a_table_that_lost_its_key_while_capture_was_stopped_is_moved_and_capture_halts(
+    any_database: Database, control: Control
+) -> None:
+    any_database.sql("CREATE TABLE a (id int PRIMARY KEY, v int); INSERT INTO a VALUES (1, 1)")
+    control.sync()
+    any_database.sql("ALTER TABLE a DROP CONSTRAINT a_pkey")
+    with pytest.raises(SourceHalted, match=r"table public\.a can no longer publish updates .* and was moved") as halted:
+        control.sync(first_start=False)
+    any_database.sql("UPDATE a SET v = 2")
+    with pytest.raises(SourceHalted, match=r"table public\.a is no longer in publication"):
+        control.sync(first_start=False)
+    any_database.sql((halted.value.hint or "").partition("run: ")[2])
+    last = control.sync(first_start=False)
+    assert [names(one) for one in last.publications.values()] == [set(), {"a"}]
 
 
 def test_columns_and_rows_are_left_out_only_where_that_is_safe(any_database: Database) -> None:

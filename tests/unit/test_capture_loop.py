@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,8 @@ class ListSource:
     start: int = START
     unreachable: int = 0
     said: Json = field(default_factory=dict)
+    moved: Json = field(default_factory=dict)
+    """What is different of it since it was prepared."""
     calls: list[Any] = field(default_factory=list)
 
     def preflight(self) -> list[Finding]:
@@ -74,8 +76,9 @@ class ListSource:
     def recall(self, descriptions: Sequence[Relation], end: int) -> None:
         pass
 
-    def check(self, identity: SourceIdentity, end: int) -> None:
+    def check(self, identity: SourceIdentity, end: int) -> SourceIdentity:
         self.calls.append(("check", dict(identity.facts), end))
+        return replace(identity, facts={**identity.facts, **self.moved})
 
     def capture(self, start: int, register: Registrar) -> Iterator[Block]:
         assert register(TABLE) == 1
@@ -175,6 +178,23 @@ def test_a_later_start_goes_on_from_the_journals_end(rig: Rig) -> None:
     source = rig.run([changes(300)])
     assert source.calls[0] == ("check", {"who": "me"}, 208)
     assert rig.rows() == [(1, 200, 0), (2, 300, 0)]
+
+
+def test_the_journal_is_bound_to_what_took_the_place_of_its_source_before_a_row_comes_from_there(rig: Rig) -> None:
+    rig.run([changes(200)])
+    bound = JournalReader([str(rig.path)]).header
+
+    def see() -> None:
+        assert bound().identity == {"who": "me", "timeline": 2}
+
+    rig.run([see, changes(300)], moved={"timeline": 2})
+    (said,) = [event for event in rig.heard.events if event.kind == "capture.source_moved"]
+    assert said.fields["changed"] == ["timeline"]
+    source = rig.run([changes(400)], moved={"timeline": 2})
+    assert source.calls[0] == ("check", {"who": "me", "timeline": 2}, 308)
+    assert rig.heard.kinds.count("capture.source_moved") == 1
+    assert rig.rows() == [(1, 200, 0), (2, 300, 0), (3, 400, 0)]
+    assert bound().start_position == START
 
 
 def test_a_lost_connection_is_opened_again_at_the_journals_end(rig: Rig) -> None:

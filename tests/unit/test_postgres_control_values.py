@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from millstream.errors import ConfigError, SourceHalted
 from millstream.model import SourceSpec
-from millstream.sources.postgres.checks import switch_point
+from millstream.sources.postgres.checks import parse_history
 from millstream.sources.postgres.connection import translate
 from millstream.sources.postgres.identity import IdentityFacts, filter_dangers, partition_mismatch, usable_identity
 from millstream.sources.postgres.lsn import format_lsn, parse_lsn
@@ -48,10 +48,8 @@ def test_what_is_no_position_is_refused(text: str) -> None:
 
 def test_the_history_of_a_timeline_says_where_it_was_left() -> None:
     history = "1\t0/3000148\tno recovery target specified\n\n2\t0/5000000\tbefore 2026-01-01 # switched\n"
-    assert switch_point(history, 1) == 0x3000148
-    assert switch_point(history, 2) == 0x5000000
-    assert switch_point(history, 3) is None
-    assert switch_point("", 1) is None
+    assert parse_history(history) == [[1, 0x3000148], [2, 0x5000000]]
+    assert parse_history("") == []
 
 
 # Options

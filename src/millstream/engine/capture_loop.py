@@ -84,7 +84,7 @@ class CaptureLoop:
     def _stream(self, writer: JournalWriter, backoff: Backoff) -> None:
         """Capture until told to stop, or until the connection is lost."""
         self._source.recall(writer.described, writer.end)
-        self._source.check(_identity(writer), writer.end)
+        self._bind(writer, self._source.check(_identity(writer), writer.end))
         try:
             for block in self._source.capture(writer.end, writer.register):
                 if self._state != "running":
@@ -102,6 +102,15 @@ class CaptureLoop:
         except SourceUnavailable:
             self._settle()
             raise
+
+    def _bind(self, writer: JournalWriter, identity: SourceIdentity) -> None:
+        """Before the first row from a server that took the place of another."""
+        before = writer.header.identity
+        changed = sorted(name for name, value in identity.facts.items() if before.get(name) != value)
+        if changed:
+            writer.bind(identity.facts)
+            said = f"another server took the place of source {self._spec.name}, and has all that the journal has"
+            self._event("capture.source_moved", said, Level.WARNING, changed=changed, position=writer.end)
 
     def _between(self, writer: JournalWriter, block: Block) -> bool:
         """Everything that is done between two transactions. True when it is time to stop."""

@@ -133,7 +133,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Header:
-    """`journal.json`: who this journal is. Written once, never changed."""
+    """`journal.json`: who this journal is. Written once; only `identity` follows a source that has moved."""
 
     journal_id: str
     incarnation: int

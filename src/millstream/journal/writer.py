@@ -6,6 +6,7 @@ import os
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,19 @@ class JournalWriter:
     def described(self) -> list[Relation]:
         """Every description that was registered, in the order of their ids."""
         return self._relations.described
+
+    def bind(self, identity: Mapping[str, Any]) -> None:
+        """Bind the journal to a source that took the place of the one before; durable when it returns.
+
+        Nothing else of the header ever changes.
+        """
+        if self.header.identity == identity:
+            return
+        header = replace(self.header, identity=dict(identity))
+        with disk_errors(self.path / HEADER, "replace the header"):
+            replace_file(self.path / HEADER, header.to_bytes())
+        self.header = header
+        failpoint("journal.bound")
 
     def register(self, relation: Relation) -> int:
         """The id of a description, from 1; the same content always gets the same id.

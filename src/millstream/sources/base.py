@@ -71,7 +71,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class SourceIdentity:
-    """What a journal is bound to: written into its header, compared on every connect."""
+    """What a journal is bound to: stands in its header, is compared on every connect."""
 
     kind: str
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -168,8 +168,12 @@ class Source(Protocol):
         Refuses, with SourceHalted or PreflightError, whatever would break the application's writes.
         """
 
-    def check(self, identity: SourceIdentity, end: int) -> None:
-        """Raise SourceHalted unless going on from journal end `end` is exact. Runs on each connect."""
+    def check(self, identity: SourceIdentity, end: int) -> SourceIdentity:
+        """Raise SourceHalted unless going on from journal end `end` is exact. Runs on each connect.
+
+        Returns what the journal is bound to from here on. Where that is another identity, another server has taken
+        the place of the one before, and the caller makes it durable before the first row.
+        """
 
     def recall(self, descriptions: Sequence[Relation], end: int) -> None:
         """All descriptions that the journal has, in the order in which they came, and its end: before each `check`."""

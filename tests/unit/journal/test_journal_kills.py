@@ -22,7 +22,7 @@ FAILPOINTS = sorted(
 
 ONCE = {
     *("journal.created", "journal.recovered", "journal.relation_written"),
-    *("journal.schemas_made", "journal.schema_written"),
+    *("journal.schemas_made", "journal.schema_written", "journal.bound"),
 }
 """Steps that a writer passes once."""
 
@@ -42,6 +42,7 @@ def load(round: int, maker: Maker, *, bulk: bool = False) -> list[Transaction]:
 def go_on(path: Path, *, pruning: bool = False, bulk: bool = False) -> None:
     """Write the load from where the journal ends, and say what was committed. Runs until it is killed."""
     writer = JournalWriter.open(path, **OPTIONS) if (path / "journal.json").exists() else create(path, **OPTIONS)
+    writer.bind({**writer.header.identity, "moved": True})
     for number in range(1, 5):
         assert writer.register(relation(number)) == number
     maker = Maker(seed=11)
@@ -95,6 +96,7 @@ def test_the_failpoints_are_those_of_the_durable_steps() -> None:
     assert len(FAILPOINTS) == len(set(FAILPOINTS))
     assert {
         "journal.adopted",
+        "journal.bound",
         "journal.created",
         "journal.relation_written",
         "journal.appended",

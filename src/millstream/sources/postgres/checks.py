@@ -6,13 +6,14 @@ can have come apart is looked for here, and is a halt with its reason and its re
 
     identify(replication)                                  -> System
     build_identity(conn, replication, options, publications, consistent_point) -> SourceIdentity
-    check_before_start(conn, replication, identity, journal_end, options, expected=...)
+    check_before_start(conn, replication, identity, journal_end, options, expected=...) -> SourceIdentity
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from psycopg.pq.abc import PGconn
@@ -55,13 +56,17 @@ def build_identity(
     publications: Mapping[str, Publication],
     consistent_point: int,
 ) -> SourceIdentity:
-    """What a new journal of this source is bound to. Goes into its header and never changes."""
+    """What a new journal of this source is bound to. Goes into its header."""
     system = identify(replication)
+    history = None
+    with contextlib.suppress(SourceHalted):  # its file can be gone; then timelines are compared by their numbers
+        history = _history(replication, system.timeline)
     return SourceIdentity(
         KIND,
         {
             "system_identifier": system.identifier,
             "timeline": system.timeline,
+            "timeline_history": history,
             "database": system.database,
             "database_oid": _database_oid(conn),
             "slot": options.slot,
@@ -83,12 +88,13 @@ def check_before_start(
     options: PostgresOptions,
     *,
     expected: Mapping[str, Publication] | None = None,
-) -> None:
+) -> SourceIdentity:
     """Return if START_REPLICATION at `journal_end` is exact; otherwise raise SourceHalted.
 
-    `identity` is the journal's. `expected` are the publications as `sync_publications` left them;
-    without it, the record on the publications themselves counts. SourceUnavailable for a server that
-    is still a standby: it may be about to be promoted.
+    `identity` is the journal's. What is returned is what it must be bound to before it gets a row from this server:
+    one that was promoted is on a timeline of its own, and the next one must have left that. `expected` are the
+    publications as `sync_publications` left them; without it, the record on the publications themselves counts.
+    SourceUnavailable for a server that is still a standby: it may be about to be promoted.
     """
     facts = identity.facts
     _check_names(facts, options)
@@ -96,19 +102,30 @@ def check_before_start(
     _check_protocol(replication, options)
     system = identify(replication)
     _check_system(facts, system, _database_oid(conn))
-    _check_timeline(facts, system, journal_end, replication)
+    history = _check_timeline(facts, system, journal_end, replication)
     _check_settings(facts, replication)
     _check_slot(conn, options, journal_end)
     _check_publications(conn, facts, options, expected)
+    if system.timeline == facts["timeline"]:
+        return identity
+    return replace(identity, facts={**facts, "timeline": system.timeline, "timeline_history": history})
 
 
-def switch_point(history: str, timeline: int) -> int | None:
-    """Where the server's past left `timeline`, by a timeline history file; None if it never was on it."""
-    for line in history.splitlines():
-        fields = line.split("#")[0].split()
-        if len(fields) >= 2 and fields[0].isdigit() and int(fields[0]) == timeline:
-            return parse_lsn(fields[1])
-    return None
+History = list[list[int]]
+"""The timelines that a server came by, in order, each with the position where it left it. JSON."""
+
+
+def parse_history(text: str) -> History:
+    """What a timeline history file says."""
+    lines = (line.split("#")[0].split() for line in text.splitlines())
+    return [[int(fields[0]), parse_lsn(fields[1])] for fields in lines if len(fields) >= 2 and fields[0].isdigit()]
+
+
+def _history(replication: PGconn, timeline: int) -> History:
+    if timeline == 1:
+        return []
+    ((_, text),) = command(replication, f"TIMELINE_HISTORY {timeline}")
+    return parse_history(text or "")
 
 
 def _check_names(facts: Mapping[str, Any], options: PostgresOptions) -> None:
@@ -160,21 +177,29 @@ def _check_system(facts: Mapping[str, Any], system: System, database_oid: int) -
         )
 
 
-def _check_timeline(facts: Mapping[str, Any], system: System, journal_end: int, replication: PGconn) -> None:
-    if system.timeline != facts["timeline"]:
-        left = None
-        if system.timeline > facts["timeline"]:
-            ((_, history),) = command(replication, f"TIMELINE_HISTORY {system.timeline}")
-            left = switch_point(history or "", facts["timeline"])
+def _check_timeline(facts: Mapping[str, Any], system: System, journal_end: int, replication: PGconn) -> History | None:
+    """Returns the server's history; None where it was not asked for."""
+    before, known, history = facts["timeline"], facts.get("timeline_history"), None
+    if system.timeline != before or known is not None:
+        history = _history(replication, system.timeline)
+    # Each standby that is promoted counts on by one: two of them are on different timelines of the same number.
+    if known is not None and (history or [])[: len(known)] != known:
+        raise SourceHalted(
+            f"the server came to timeline {system.timeline} in another way than the one that the journal was "
+            f"captured from came to timeline {before}",
+            hint=_REBASE,
+        )
+    if system.timeline != before:
+        left = next((position for timeline, position in history or [] if timeline == before), None)
         if left is None:
             raise SourceHalted(
                 f"the server is on timeline {system.timeline}, which does not descend from the journal's "
-                f"timeline {facts['timeline']}",
+                f"timeline {before}",
                 hint=_REBASE,
             )
         if left < journal_end:
             raise SourceHalted(
-                f"the server left timeline {facts['timeline']} at {format_lsn(left)}, before the journal's end "
+                f"the server left timeline {before} at {format_lsn(left)}, before the journal's end "
                 f"{format_lsn(journal_end)}: the journal has transactions that this server lost",
                 hint=_REBASE,
             )
@@ -184,6 +209,7 @@ def _check_timeline(facts: Mapping[str, Any], system: System, journal_end: int, 
             f"{format_lsn(journal_end)}: it was restored from a backup or lost its last transactions",
             hint=_REBASE,
         )
+    return history
 
 
 def _check_settings(facts: Mapping[str, Any], replication: PGconn) -> None:

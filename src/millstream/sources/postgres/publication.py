@@ -73,10 +73,17 @@ def sync_publications(
 
     `first_start` says that no journal exists for this source. Otherwise publications that are gone,
     or that are not as they were left, halt the source (SourceHalted): changes may be missing from
-    the log. PreflightError when a table cannot be captured, ConfigError for filters of unknown tables.
-    Commits only what leaves the application's writes alone; SourceUnavailable when a table changed
-    under our eyes.
+    the log. So does a table that has lost its identity, after it was moved for the application's sake
+    (see `watch_publications`). PreflightError when a table cannot be captured, ConfigError for filters
+    of unknown tables. Commits only what leaves the application's writes alone; SourceUnavailable when
+    a table changed under our eyes.
     """
+    if not first_start:
+        left = {one.name: one.left for one in read_publications(conn, options.publications).values() if one.left}
+        # A table that lost its identity while nobody watched is no less a loss than one that does so later.
+        reasons = watch_publications(conn, options, left, patterns) if options.publication in left else []
+        if reasons:
+            raise drift_error(reasons, options)
     plan = _sync(conn, patterns, options, first_start=first_start, dry_run=False)
     if plan.statements:
         failpoint("capture.publication_created")
@@ -122,7 +129,8 @@ def watch_publications(
     """Look whether the publications, and the names of their tables, are still as they were left; once a minute.
 
     A table that lost its identity makes the application's updates fail: it is moved to the
-    insert-only publication at once, and reported. Any reason returned must halt the source.
+    insert-only publication at once, and reported. Any reason returned must halt the source, and
+    every later start of it, until a person has accepted what is missing (`drift_hint`).
     """
     reasons = check_drift(conn, expected) or renamed_away(conn, expected, patterns)
     if reasons:
@@ -246,7 +254,7 @@ def drift_error(reasons: Sequence[str], options: PostgresOptions) -> SourceHalte
 def drift_hint(options: PostgresOptions) -> str:
     """How a person accepts that changes are missing: by leaving the bare mark, without a record."""
     accept = "; ".join(f"COMMENT ON PUBLICATION {quote(name)} IS '{MARK}'" for name in options.publications)
-    return f"reload the tables concerned; or, to go on without what is missing, run: {accept}"
+    return f"a reload of the tables concerned brings what is missing (millstream reload); to go on, run: {accept}"
 
 
 def _refuse_errors(selection: Selection) -> None:
@@ -354,5 +362,5 @@ def _move_to_inserts(conn: Connection, options: PostgresOptions, tables: Sequenc
     names = ", ".join(f"ONLY {quote(table.relation.schema, table.relation.name)}" for table in tables)
     conn.execute(f"ALTER PUBLICATION {quote(options.publication)} DROP TABLE {names}".encode())
     conn.execute(f"ALTER PUBLICATION {quote(options.insert_publication)} ADD TABLE {names}".encode())
-    _leave_records(conn, read_publications(conn, options.publications), options)
+    # The records stay as they were: updates and deletes are missing from here on, and that is for a person to accept.
     return True

@@ -31,6 +31,7 @@ _SETTINGS = (
     "idle_replication_slot_timeout",
     "wal_sender_timeout",
     "server_encoding",
+    "synchronized_standby_slots",
 )
 
 
@@ -86,6 +87,7 @@ def server_findings(conn: Connection, server: Server, spec: SourceSpec, options:
     yield _synchronous(server.settings["synchronous_standby_names"], f"millstream {options.slot}")
     yield from _limits(server, spec)
     yield from _needs(server, options)
+    yield from _failover(server, options)
     yield from _left_behind(conn)
 
 
@@ -223,6 +225,19 @@ def _needs(server: Server, options: PostgresOptions) -> Iterator[Finding]:
     ):
         if wanted and server.version < least * 10000:
             yield Finding("options", Severity.ERROR, f"{name} needs Postgres {least}", f"remove {name} from the source")
+
+
+def _failover(server: Server, options: PostgresOptions) -> Iterator[Finding]:
+    """A standby that lacks what the journal has is no successor: the stream would halt there."""
+    if options.failover and not server.settings.get("synchronized_standby_slots", "-"):
+        yield Finding(
+            "failover",
+            Severity.WARNING,
+            "changes come to us before a standby has them: one that is promoted without the last of them halts the "
+            "stream",
+            "ALTER SYSTEM SET synchronized_standby_slots = '<the physical slots of the standbys>'; "
+            "SELECT pg_reload_conf()",
+        )
 
 
 def _left_behind(conn: Connection) -> Iterator[Finding]:

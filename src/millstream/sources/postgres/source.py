@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Final
 
 from psycopg import pq
-from psycopg.pq.abc import PGconn
+from psycopg.pq.abc import PGconn, PGresult
 
+from millstream.errors import SourceHalted
 from millstream.model import Json, Relation, SourceSpec
 from millstream.observe import Event, Level
 from millstream.sources.base import Block, Finding, Registrar, Severity, SourceIdentity
@@ -40,7 +41,7 @@ from millstream.sources.postgres.streamed import StreamedAssembler
 from millstream.sources.postgres.wire import check_wire
 
 WATCH_SECONDS: Final = 60.0
-"""How often the publications are compared with what they were."""
+"""How often the publications are compared with what they were, besides when capture begins."""
 STATUS_SECONDS: Final = 1.0
 """A status is not asked again sooner than this."""
 
@@ -79,6 +80,8 @@ class PostgresSource:
         self._watched_at = float("-inf")
         self._heard_at = 0.0
         self._heard = 0
+        self._left_out: str | None = None
+        """What the server said when it left changes out."""
 
     # -- before capture ----------------------------------------------------------------------
 
@@ -107,16 +110,17 @@ class PostgresSource:
         identity = build_identity(control, stream, self._options, plan.publications, start)
         return replace(identity, start=start)
 
-    def check(self, identity: SourceIdentity, end: int) -> None:
+    def check(self, identity: SourceIdentity, end: int) -> SourceIdentity:
         """Every way in which server and journal can have come apart; then the patterns as they are now."""
         control, stream = self._connections()
-        self._identity = identity
-        check_before_start(control, stream, identity, end, self._options, expected=self._published)
+        found = check_before_start(control, stream, identity, end, self._options, expected=self._published)
+        self._identity = found
         if self._published is None:
             plan = sync_publications(control, self._spec.tables, self._options, first_start=False)
             self._warn(plan.findings)
             self._published = plan.publications
             self._keep_trigger(control, changed=bool(plan.statements))
+        return found
 
     def recall(self, descriptions: Sequence[Relation], end: int) -> None:
         """What the trigger has told up to the journal's end; of other tables the catalog is asked."""
@@ -167,17 +171,20 @@ class PostgresSource:
             assembler,
             stream=stream,
             open_stream=self._checked_stream,
-            open_session=lambda: Session(connect_session(self._spec, self._options)),
+            open_session=lambda: Session(self._heeded(connect_session(self._spec, self._options))),
             log_end=lambda: _log_end(control),
             status_seconds=self._status_seconds(stream),
             tell=self._tell,
         )
         self._stream = None  # it is the reading's from here on
         reading.acknowledge(self._acked)
-        self._watched_at = self._heard_at = time.monotonic()
+        self._heard_at, self._watched_at = time.monotonic(), float("-inf")
         self._look_at_partitions(control)
         self._heard = start
         for block in reading.blocks():
+            if self._left_out is not None:
+                # Before the block: it may have a part of the transaction in which the publication went.
+                raise self._drifted(control) or drift_error([self._left_out], self._options)
             yield block
             if not block.open_transaction:
                 self._beat(control, assembler.received)
@@ -232,7 +239,7 @@ class PostgresSource:
                 raise
             self._control = control
         if self._stream is None:
-            self._stream = connect_replication(self._spec, self._options)
+            self._stream = self._heeded(connect_replication(self._spec, self._options))
         return self._control, self._stream
 
     def _checked_stream(self, position: int) -> PGconn:
@@ -242,6 +249,17 @@ class PostgresSource:
             check_before_start(control, stream, self._identity, position, self._options, expected=self._published)
         self._stream = None
         return stream
+
+    def _heeded(self, reader: PGconn) -> PGconn:
+        """The same connection: since Postgres 18 a publication that is gone is only warned of, and changes left out."""
+
+        def hear(notice: PGresult) -> None:
+            said = (notice.error_field(pq.DiagnosticField.MESSAGE_PRIMARY) or b"").decode("utf-8", "replace")
+            if "skipped loading publication" in said:
+                self._left_out = said
+
+        reader.notice_handler = hear
+        return reader
 
     def _status_seconds(self, stream: PGconn) -> float:
         """Our interval, or a third of what the server waits for us, whichever is shorter."""
@@ -269,9 +287,16 @@ class PostgresSource:
             return
         self._watched_at = now
         self._look_at_partitions(control)
+        drifted = self._drifted(control)
+        if drifted is not None:
+            raise drifted
+
+    def _drifted(self, control: Connection) -> SourceHalted | None:
+        """The halt for publications, or tables in them, that are not as they were left."""
+        if self._published is None:
+            return None
         reasons = watch_publications(control, self._options, self._published, self._spec.tables)
-        if reasons:
-            raise drift_error(reasons, self._options)
+        return drift_error(reasons, self._options) if reasons else None
 
     def _look_at_partitions(self, control: Connection) -> None:
         now = read_leaves(control, self._options.publications)

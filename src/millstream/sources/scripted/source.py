@@ -58,7 +58,7 @@ class ScriptedSource:
             self._confirm(Steps(self._path).end)
         return SourceIdentity(KIND, {"script": self._script_id()}, self._confirmed())
 
-    def check(self, identity: SourceIdentity, end: int) -> None:
+    def check(self, identity: SourceIdentity, end: int) -> SourceIdentity:
         if identity.facts.get("script") != self._script_id():
             raise SourceHalted(f"the journal was filled from another script than {self._path}")
         if not self._slot.exists():
@@ -67,6 +67,7 @@ class ScriptedSource:
             raise SourceHalted(f"what lies between {end} and {self._confirmed()} was acknowledged, but not captured")
         if end > Steps(self._path).end:
             raise SourceHalted(f"the script ends before {end}: it is not the one that was captured")
+        return identity
 
     def recall(self, descriptions: Sequence[Relation], end: int) -> None:
         """A script says everything of its tables each time."""
