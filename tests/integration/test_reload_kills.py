@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from deltalake import DeltaTable
 
-from millstream.engine.reload import RELOAD
+from millstream.engine.reload import RELOAD, AskedTables
 from millstream.model import Json
 from millstream.state.sqlite import SqliteStateStore
 from millstream.targets.changelogs import ChangelogReader
@@ -23,7 +23,7 @@ from millstream.targets.deltas.changes import DeltaChanges
 from millstream.targets.directory import directory_of
 from tests.fixtures.baselines import NAMES, TABLES, differing, write
 from tests.fixtures.capture import Captured, captured
-from tests.fixtures.delivering import ask, reload
+from tests.fixtures.delivering import EVERYTHING, ask, reload
 from tests.fixtures.forks import run
 from tests.fixtures.postgres import Database
 from tests.integration.test_baseline_kills import Deliveries, relations
@@ -66,9 +66,9 @@ class Reloads(Deliveries):
         self._state = root / "state.db"
         self.run([])
 
-    def ask(self, *, killed: bool = False) -> None:
+    def ask(self, asked: AskedTables = EVERYTHING, *, killed: bool = False) -> None:
         if not killed:
-            ask(*self._order)
+            ask(*self._order, asked=asked)
             return
         ended = run(ask, *self._order, environment={"MILLSTREAM_FAILPOINT": "reload.asked"})
         assert ended.code == -signal.SIGKILL, ended.stderr
@@ -158,3 +158,43 @@ def test_lakes(tmp_path: Path, database: Database, form: str) -> None:
                 parts = [DeltaTable(str(tmp_path / "there" / f"public.{table}")).to_pyarrow_table()]
             held = [row for part in parts for row in zip(*(part[n].to_pylist() for n in ("id", "note")), strict=True)]
             assert sorted(held) == sorted(database.sql(f"SELECT id, note FROM {table}")), table
+
+
+RANGE_STEPS = {
+    "sqlite": ("reload.lane_written", "reload.lane_committed", "reload.step_saved"),
+    "delta": ("reload.versions_lowered", "reload.mirror_committed", "reload.mirror_swept"),
+}
+
+
+@pytest.mark.parametrize("kind", RANGE_STEPS)
+def test_a_range_of_a_table(tmp_path: Path, database: Database, kind: str) -> None:
+    database.sql(FEW)
+    with captured(database, tmp_path / "journal") as capture:
+        capture.await_log_end()
+        reloads = FewTables(tmp_path, capture, kind)
+        database.sql("ALTER TABLE parts DETACH PARTITION parts_a")
+        if kind == "sqlite":
+            with closing(sqlite3.connect(tmp_path / "there")) as copy, copy:
+                copy.execute("UPDATE \"public.parts\" SET note = 'damaged'")
+        else:
+            DeltaTable(str(tmp_path / "there" / "public.parts")).update(updates={"note": "'damaged'"})
+        reloads.ask(AskedTables(("public.parts",), where="id < 200"))
+        steps = sorted(step for step in RANGE_STEPS[kind] if step in steps_of(kind))
+        assert reloads.run(steps) == steps
+        assert reloads.record()["state"] == "done"
+        held = dict(_held(tmp_path / "there", kind))
+        expected = dict(database.sql("SELECT id, note FROM parts"))
+        assert {id_: note for id_, note in held.items() if id_ < 200} == {
+            id_: note for id_, note in expected.items() if id_ < 200
+        }
+        assert held.keys() == expected.keys(), "what is gone at the source was in the range"
+        outside = {note for id_, note in held.items() if 200 <= id_ <= 290 and id_ % 7}
+        assert outside == {"damaged"}
+
+
+def _held(place: Path, kind: str) -> list[tuple[int, str]]:
+    if kind == "sqlite":
+        with closing(sqlite3.connect(place)) as copy:
+            return copy.execute('SELECT id, note FROM "public.parts"').fetchall()
+    found = DeltaTable(str(place / "public.parts")).to_pyarrow_table()
+    return list(zip(found["id"].to_pylist(), found["note"].to_pylist(), strict=True))

@@ -14,6 +14,14 @@ def reload(
     table: Annotated[
         list[str] | None, typer.Option(help="Only this table, schema.table; may be repeated.", show_default="all")
     ] = None,
+    where: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CONDITION",
+            help="Only this range of the key of the one table, as 'id >= 100 AND id < 200'; at mirrors.",
+            show_default="all of it",
+        ),
+    ] = None,
     target: Annotated[str | None, typer.Option(help="Only this target of the stream.", show_default="all")] = None,
     home: Home = None,
     json: Json = False,
@@ -23,7 +31,9 @@ def reload(
     from millstream.engine.home import Home as HomeDirectory
 
     engine = Engine(HomeDirectory.locate(home))
-    engine.reload(name, target, tables=table or ())
+    if where is not None and len(table or ()) != 1:
+        raise typer.BadParameter("--where is a condition on the key of one table: give one --table with it")
+    engine.reload(name, target, tables=table or (), where=where)
     runs = engine.home.owner() is not None
     targets = [one for one in engine.get_status(name).targets if target in (None, one.name)]
     if json:
@@ -31,6 +41,7 @@ def reload(
         return
     for one in targets:
         state = one.reload["state"] if one.reload else "no reload"
-        console().print(f"{name}/{one.name}: reload of {', '.join(table or ()) or 'every table'}: {state}")
+        what = (", ".join(table or ()) or "every table") + ("" if where is None else f" where {where}")
+        console().print(f"{name}/{one.name}: reload of {what}: {state}", markup=False)
     if not runs:
         console().print("No process runs here: it is done when the stream runs (millstream run).")

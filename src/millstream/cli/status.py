@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 
 from millstream.cli.output import Home, Json, console, print_json, seconds, size
 
@@ -173,7 +174,8 @@ def _print_reloads(stream: StreamStatus) -> None:
         if not target.reload["tables"]:
             console().print(f"  target {target.name}: reload: {target.reload['state']}")
         for name, one in target.reload["tables"].items():
-            what = f"  target {target.name}: reload of {name}: {one['state']}"
+            part = f" where {one['where']}" if "where" in one else ""
+            what = escape(f"  target {target.name}: reload of {name}{part}: {one['state']}")
             if one["state"] == "failed":
                 console().print(f"{what}: {one['error']}", style="red")
             elif one["state"] == "running":

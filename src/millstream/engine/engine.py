@@ -223,14 +223,17 @@ class Engine(EngineSnapshots):
 
     # Beyond it
 
-    def reload(self, name: str, target: str | None = None, *, tables: Sequence[str] = ()) -> None:
+    def reload(
+        self, name: str, target: str | None = None, *, tables: Sequence[str] = (), where: str | None = None
+    ) -> None:
         """Copy tables of the source anew to a target, or to each of them, while changes go on coming to all tables.
 
         `tables` are names as `schema.table`; none means all. Mirrors end equal to the source: rows that it does not
-        have go. Changelogs get a truncate and then all rows. Returns when it is written down: status tells how far it
-        is. Raises NotReady for a target that has nothing yet or has lost changes, NotSupported and ConfigError.
+        have go. Changelogs get a truncate and then all rows. `where` is a condition on the key of one table: mirrors
+        get that range of it anew, and nothing else of it is touched. Returns when it is written down: status tells how
+        far it is. Raises NotReady for a target that has nothing yet or has lost changes, NotSupported and ConfigError.
         """
-        asked = AskedTables(tuple(tables))
+        asked = AskedTables(tuple(tables), where=where)
         if self.is_running:
             self._do(lambda operations: operations.reload(name, asked, target))
         else:

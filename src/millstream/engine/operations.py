@@ -200,6 +200,7 @@ class Operations:
         if not set(asked.names) <= {total.table for total in self._store.totals(name)}:
             self._recapture(self._spec(name).source.name)
         what = ", ".join(asked.names) or "every table"
+        what = what if asked.where is None else f"{what} where {asked.where}"
         self._tell("stream.reloading", f"{self._what(name, target)} gets {what} anew", name, target)
 
     def _recapture(self, source: str) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from millstream.engine.fit import open_target
-from millstream.errors import ConfigError, NotReady, NotSupported
+from millstream.errors import ConfigError, NotReady, NotSupported, SecretError, SourceError
 from millstream.failpoint import failpoint
 from millstream.model import Json, Mode, StreamSpec
-from millstream.sources import can_copy
+from millstream.sources import can_copy, key_range
 from millstream.sources.postgres.patterns import parse_patterns
 from millstream.state.base import StateStore
 from millstream.targets.base import Reloadable, Target
@@ -30,17 +31,21 @@ class AskedTables:
     patterns: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()
     """Patterns of tables that are not meant, though one of `patterns` names them."""
+    where: str | None = None
+    """Which range of its key is meant, of the one table that is named; None: all of it."""
 
     @property
     def all(self) -> bool:
         return not (self.names or self.patterns)
 
     def to_json(self) -> Json:
-        return {name: list(value) for name, value in vars(self).items()}
+        lists = {name: list(value) for name, value in vars(self).items() if name != "where"}
+        return {**lists, "where": self.where}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> AskedTables:
-        return cls(*(tuple(value[name]) for name in ("names", "patterns", "excluded")))
+        names, patterns, excluded = (tuple(value[name]) for name in ("names", "patterns", "excluded"))
+        return cls(names, patterns, excluded, value["where"])
 
 
 def waiting(asked: AskedTables, before: Json | None = None) -> Json:
@@ -50,7 +55,9 @@ def waiting(asked: AskedTables, before: Json | None = None) -> Json:
     """
     names, patterns, excluded, whole = list(asked.names), list(asked.patterns), list(asked.excluded), asked.all
     tables: Json = {}
+    where = dict.fromkeys(asked.names, asked.where) if asked.where is not None else {}
     if before is not None and before["state"] in UNFINISHED:
+        where = _ranges(asked, before)
         # What the first one meant by its patterns is not done yet, and none of it is to be left out.
         excluded = before["excluded"] if before["patterns"] else excluded
         names, patterns = [*before["names"], *names], [*before["patterns"], *patterns]
@@ -62,6 +69,7 @@ def waiting(asked: AskedTables, before: Json | None = None) -> Json:
         "names": list(dict.fromkeys(names)),
         "patterns": list(dict.fromkeys(patterns)),
         "excluded": excluded,
+        "where": where,
         "tables": {name: one for name, one in tables.items() if name not in asked.names},
         "resolved": False,
         "asked_at": datetime.now(UTC).isoformat(),
@@ -69,9 +77,28 @@ def waiting(asked: AskedTables, before: Json | None = None) -> Json:
     }
 
 
-def table_waiting() -> Json:
-    """How one table of a reload is before anything was done. `seq` is the version that its rows get."""
-    return {"state": WAITING, "chunks": None, "done": 0, "rows": 0, "seq": None, "tries": 0, "error": None}
+def _ranges(asked: AskedTables, before: Json) -> Json:
+    """By table the range that is to be copied of it when a reload before has not ended: what either of them means."""
+    ranges: Json = {} if asked.all or asked.patterns else dict(before.get("where", {}))
+    for name in asked.names:
+        done = before["tables"].get(name, {}).get("state") not in (None, *UNFINISHED)
+        mentioned = before["all"] or before["patterns"] or name in before["names"]
+        if asked.where is None or (mentioned and not done and name not in ranges):
+            ranges.pop(name, None)
+        elif done or name not in ranges:
+            ranges[name] = asked.where
+        elif asked.where != ranges[name]:
+            ranges[name] = f"({ranges[name]}) OR ({asked.where})"
+    return ranges
+
+
+def table_waiting(where: str | None = None) -> Json:
+    """How one table of a reload is before anything was done. `seq` is the version that its rows get.
+
+    `where`: the range of its key that is copied; None: all of it.
+    """
+    begun: Json = {"state": WAITING, "chunks": None, "done": 0, "rows": 0, "seq": None, "tries": 0, "error": None}
+    return begun if where is None else {**begun, "where": where}
 
 
 def can_reload(target: Target) -> bool:
@@ -90,6 +117,12 @@ def ask_for_added(store: StateStore, stream: StreamSpec, before: Json) -> None:
             asked = AskedTables(patterns=added, excluded=known)
             record = waiting(asked, store.notes(stream.name, RELOAD).get(spec.name))
             store.save_note(stream.name, spec.name, RELOAD, record)
+
+
+def _is_for(patterns: Sequence[str], name: str) -> bool:
+    """Whether one of the patterns means the table of this name."""
+    schema, _, table = name.partition(".")
+    return any(pattern.matches(schema, table) for pattern in parse_patterns(patterns))
 
 
 class Reload:
@@ -125,12 +158,36 @@ class Reload:
                 )
             if self._store.get_cursor(self._stream.name, spec.name) is None:
                 raise NotReady(f"{what} has got nothing yet", hint="reload it when it has")
+        if self._asked.where is not None:
+            self._check_range(self._asked.where)
+
+    def _check_range(self, where: str) -> None:
+        """Raise unless every target can get a range of the one table anew. A source that is away is asked later."""
+        if len(self._asked.names) != 1:
+            raise ConfigError(
+                f"where is a condition on the key of one table, and {len(self._asked.names) or 'no'} tables are named",
+                hint="name the table (--table), and reload others by themselves",
+            )
+        (name,) = self._asked.names
+        for spec in self._specs:
+            target = open_target(spec)
+            if not (isinstance(target, Reloadable) and target.mirrors):
+                raise NotSupported(
+                    f"target {spec.name} of stream {self._stream.name} keeps changes, of which no part can be replaced",
+                    hint="reload the whole table there (without where), or name another target (--target)",
+                )
+        if any(_is_for(step.tables, name) for step in self._stream.shape.transforms):
+            raise NotSupported(
+                f"stream {self._stream.name} transforms {name}: a range of the source's key need not be one of the "
+                "target's rows",
+                hint="reload the whole table (without where)",
+            )
+        with suppress(SourceError, SecretError):
+            key_range(self._stream.source, name, where)
 
     def _check_names(self) -> None:
-        patterns = parse_patterns(self._stream.source.tables)
         for name in self._asked.names:
-            schema, _, table = name.partition(".")
-            if not any(pattern.matches(schema, table) for pattern in patterns):
+            if not _is_for(self._stream.source.tables, name):
                 raise ConfigError(
                     f"stream {self._stream.name} has no table {name}",
                     hint=f"write schema.table; its tables are {', '.join(self._stream.source.tables)}",

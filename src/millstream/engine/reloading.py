@@ -11,9 +11,10 @@ another snapshot: that is exact, however far it was.
 
 from __future__ import annotations
 
+import json
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -31,11 +32,12 @@ from millstream.engine.opening import Opened, Opening
 from millstream.engine.reload import DONE, FAILED, RELOAD, RUNNING, UNFINISHED, can_reload, table_waiting
 from millstream.engine.turns import Turns
 from millstream.engine.watching import watched
-from millstream.errors import MillstreamError, OutOfRange, SourceUnavailable
+from millstream.errors import ConfigError, MillstreamError, OutOfRange, SourceHalted, SourceUnavailable
 from millstream.failpoint import failpoint
+from millstream.keyrange import KeyRange
 from millstream.model import Json, Relation, SeqRange, StreamSpec, TargetSpec
 from millstream.observe import Level
-from millstream.sources import take_snapshot
+from millstream.sources import key_range, take_snapshot
 from millstream.sources.base import SnapshotPlan, Wanted
 from millstream.spark.baseline import BaselinePlan
 from millstream.state.base import StateStore
@@ -58,6 +60,8 @@ class Copying:
     """Its chunks are those with numbers from here on"""
     end: int
     """up to this one, which is not its."""
+    within: KeyRange | None = None
+    """Only this range of its key is read; None: all of it."""
 
     def steps(self, *, by_chunk: bool) -> list[range]:
         """The chunks of each step."""
@@ -105,7 +109,9 @@ class Reloading:
         record = self._record()
         left = {name for name, one in record["tables"].items() if one["state"] in UNFINISHED} - {but}
         everything = record["all"] and not record["resolved"]
-        renewed = None if everything else frozenset(left if record["resolved"] else [*left, *record["names"]])
+        # A table of which only a range comes has nothing to be made anew from.
+        whole = {*left, *(() if record["resolved"] else record["names"])} - {*record.get("where", {})}
+        renewed = None if everything else frozenset(whole)
         return replace(opened, plan=replace(opened.plan, stager=self._target.remembering(renewed)))
 
     def start(
@@ -175,28 +181,42 @@ class Reloading:
         with self._turn():
             self._target.settle_reload()
         record = self._record()
-        wanted = Wanted(
-            frozenset(record["names"]), tuple(record["patterns"]), tuple(record["excluded"]), all=record["all"]
-        )
-        with closing(take_snapshot(self._stream.source, self._waits, wanted=wanted)) as snapshot:
+        source, ranges = self._stream.source, self._ranges(record)
+        lists = (frozenset(record["names"]), tuple(record["patterns"]), tuple(record["excluded"]))
+        wanted = Wanted(*lists, all=record["all"], within=ranges)
+        with closing(take_snapshot(source, self._waits, wanted=wanted)) as snapshot:
             found = snapshot.plan
             seq = self._await_journal(found.position)
-            for copying in self._chosen(found, seq):
+            for copying in self._chosen(found, seq, ranges):
                 self._await_target(opened, seq)
                 self._copy(spark, opened, copying)
+
+    def _ranges(self, record: Json) -> dict[str, KeyRange]:
+        """By name the tables of which only a range of the key is copied. One that has no such key fails by itself."""
+        found: dict[str, KeyRange] = {}
+        ended = {name for name, one in record["tables"].items() if one["state"] not in UNFINISHED}
+        for name, where in record.get("where", {}).items():
+            if name in ended:
+                continue
+            try:
+                found[name] = key_range(self._stream.source, name, where)
+            except (ConfigError, SourceHalted) as wrong:
+                failed = {**table_waiting(where), "state": FAILED, "error": wrong.message}
+                self._save({**self._record(), "tables": {**self._record()["tables"], name: failed}})
+        return found
 
     def _left(self) -> bool:
         """Whether something is still to be found or copied."""
         record = self._record()
         return not record["resolved"] or any(one["state"] in UNFINISHED for one in record["tables"].values())
 
-    def _chosen(self, found: SnapshotPlan, seq: int) -> list[Copying]:
+    def _chosen(self, found: SnapshotPlan, seq: int, ranges: Mapping[str, KeyRange]) -> list[Copying]:
         """The tables to copy, the smallest first; what they are is written down."""
         record = self._record()
         tables: dict[Relation, list[int]] = {}
         for number, chunk in enumerate(found.chunks):
             tables.setdefault(chunk.relation, []).append(number)
-        known: Json = {one.table: table_waiting() for one in tables}
+        known: Json = {one.table: table_waiting(record.get("where", {}).get(one.table)) for one in tables}
         for name in record["names"]:
             if name not in known:
                 known[name] = {**table_waiting(), "state": FAILED, "error": "the source has no such table"}
@@ -204,7 +224,7 @@ class Reloading:
         failpoint("reload.begun")
         left = [one for one in tables if self._record()["tables"][one.table]["state"] in UNFINISHED]
         left.sort(key=lambda one: sum(found.chunks[number].bytes for number in tables[one]))
-        return [Copying(found, seq, one, tables[one][0], tables[one][-1] + 1) for one in left]
+        return [Copying(found, seq, one, tables[one][0], tables[one][-1] + 1, ranges.get(one.table)) for one in left]
 
     def _copy(self, spark: SparkSession, opened: Opened, copying: Copying) -> None:
         """All of one table. What can never be is the table's end, and not that of the others."""
@@ -219,7 +239,7 @@ class Reloading:
             why: Json = {"table": name, "error": type(failed).__name__, "hint": failed.hint}
             self._tell("reload.table_failed", f"{name} is not copied: {failed.message}", Level.ERROR, why)
             return
-        self._forget_letters(name, copying.seq)
+        self._forget_letters(copying)
         self._save_table(name, state=DONE, rows=rows)
         failpoint("reload.table_saved")
         fields = {"table": name, "rows": rows, "seq": copying.seq}
@@ -237,7 +257,8 @@ class Reloading:
                 # What it cannot follow from here on would take rows that do not come again.
                 with self._turn():
                     self._opens(self.remembering(opened, but=name))
-            step = ReloadStep(mark, copying.seq, copying.found.position, first=number == 0, last=last)
+            about = (copying.found.position, number == 0, last, copying.within)
+            step = ReloadStep(mark, copying.seq, *about)
             result = self._step(spark, opened, copying, chosen, step)
             total += result.rows
             self._store.add_totals(self._stream.name, self._spec.name, result.tallies)
@@ -333,10 +354,16 @@ class Reloading:
         record = self._record()
         self._save({**record, "tables": {**record["tables"], name: {**record["tables"][name], **changed}}})
 
-    def _forget_letters(self, table: str, seq: int) -> None:
+    def _forget_letters(self, copying: Copying) -> None:
         """The table has everything up to there: changes that it could not take before are of no interest any more."""
+        name, within = copying.relation.table, copying.within
         mine = self._store.letters(self._stream.name, self._spec.name)
-        self._store.remove_letters([one.id for one in mine if one.table == table and one.seq < seq])
+        old = [one for one in mine if one.table == name and one.seq < copying.seq]
+        if within is not None:
+            key = mirror_key(copying.relation)
+            keys = {one.id: json.loads(f"[{one.key}]") for one in old if one.key is not None}
+            old = [one for one in old if one.id in keys and within.holds(dict(zip(key, keys[one.id], strict=True)))]
+        self._store.remove_letters([one.id for one in old])
 
     def _give_up(self, failed: MillstreamError) -> None:
         """Nothing that is left can be copied."""

@@ -15,6 +15,7 @@ from millstream.errors import ConfigError, DependencyError, SourceHalted
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from millstream.keyrange import KeyRange
     from millstream.model import Relation, SourceSpec
     from millstream.observe import Event
     from millstream.sources.base import Chunk, Finding, Snapshot, SnapshotPlan, Source, Wanted
@@ -80,6 +81,19 @@ def can_copy(spec: SourceSpec) -> None:
     """Raise ConfigError for a source that has no tables which a snapshot could take."""
     if spec.kind == "scripted":
         raise _nothing_to_copy()
+
+
+def key_range(spec: SourceSpec, table: str, where: str) -> KeyRange:
+    """What a condition on a table's key means, as the source itself understands it.
+
+    Raises ConfigError for what cannot be answered alike at source and target, as `open_source` does, and SourceError.
+    """
+    can_copy(spec)
+    try:
+        from millstream.sources.postgres import within
+    except ImportError as missing:
+        raise _without_driver(missing) from missing
+    return within.key_range(spec, table, where)
 
 
 def read_chunk(spec: SourceSpec, plan: SnapshotPlan, chunk: Chunk) -> Iterator[pa.LargeBinaryArray]:

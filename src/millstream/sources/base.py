@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from millstream.keyrange import KeyRange
 from millstream.model import Json, Relation
 
 CAPTURED = pa.schema(
@@ -136,6 +137,8 @@ class Wanted:
     excluded: tuple[str, ...] = ()
     """Patterns of tables that are not meant, though one of `patterns` names them."""
     all: bool = False
+    within: Mapping[str, KeyRange] = field(default_factory=dict)
+    """By name the tables of which only a range of the key is read."""
 
 
 class Snapshot(Protocol):

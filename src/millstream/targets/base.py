@@ -32,6 +32,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 
+from millstream.keyrange import KeyRange
 from millstream.model import Json, Relation, SeqRange
 
 
@@ -255,6 +256,8 @@ class ReloadStep:
     """The source's position at which the rows were read."""
     first: bool
     last: bool
+    within: KeyRange | None = None
+    """Only this range of the key is copied, at a mirror: what is outside of it stays as it is. None: all of it."""
 
 
 @runtime_checkable

@@ -25,6 +25,7 @@ from millstream.sources.postgres.intake import Intake
 from millstream.sources.postgres.options import PostgresOptions
 from millstream.sources.postgres.patterns import Pattern, parse_patterns, quote
 from millstream.sources.postgres.session import Refused, Session
+from millstream.sources.postgres.within import source_condition
 
 CHUNK_BYTES = 64 << 20
 """So much of a table is one chunk."""
@@ -77,9 +78,27 @@ def plan_chunks(
         control.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
         control.execute(f"SET TRANSACTION SNAPSHOT {literal(snapshot)}".encode())
         leaves = control.execute(_LEAVES.encode(), {"oids": list(relations)}).fetchall()
-    present = [leaf for leaf in leaves if leaf[0] in relations]
-    chunks = [chunk for leaf in present for chunk in _chunks_of(relations[leaf[0]], leaf, filters[leaf[0]])]
+        present = [leaf for leaf in leaves if leaf[0] in relations]
+        few = {
+            leaf[3]
+            for leaf in present
+            if wanted is not None and relations[leaf[0]].table in wanted.within
+            if _estimated_bytes(control, leaf, filters[leaf[0]]) <= CHUNK_BYTES
+        }
+    chunks = [
+        chunk
+        for leaf in present
+        for chunk in _chunks_of(relations[leaf[0]], leaf, filters[leaf[0]], at_once=leaf[3] in few)
+    ]
     return tuple(chunks), sum(int(leaf[6]) for leaf in leaves)
+
+
+def _estimated_bytes(control: Connection, leaf: Sequence[Any], condition: str | None) -> int:
+    """How much of a table has rows for which the condition holds, by the server's own estimate."""
+    _, schema, name, _, _, size, rows, _ = leaf
+    asked = f"EXPLAIN (FORMAT JSON) SELECT 1 FROM ONLY {quote(schema, name)} WHERE {condition}"
+    ((plans,),) = control.execute(asked.encode()).fetchall()
+    return int(size * min(1.0, plans[0]["Plan"]["Plan Rows"] / max(1, rows)))
 
 
 def described(
@@ -104,7 +123,14 @@ def described(
             _refuse_partitions(control, [table for table in selected if table.relation.oid in missing], filters)
             raise SourceUnavailable(f"{len(missing)} tables are not in the publication yet")
         found = [table.relation for table in catalog.tables_by_oid(control, asked, options.publications)]
-    return {relation.oid: replace(relation, types=options.types.chosen) for relation in found}, filters
+    relations = {relation.oid: replace(relation, types=options.types.chosen) for relation in found}
+    within = wanted.within if wanted is not None else {}
+    ranged = {
+        oid: f"({filters[oid] or 'true'}) AND {source_condition(within[relation.table])}"
+        for oid, relation in relations.items()
+        if relation.table in within
+    }
+    return relations, {**filters, **ranged}
 
 
 def chosen(tables: Sequence[catalog.Table], wanted: Wanted | None) -> list[catalog.Table]:
@@ -214,9 +240,13 @@ def whole_table(relation: Relation, leaf: str, oid: int, condition: str | None) 
     return Chunk(relation, what, 0)
 
 
-def _chunks_of(relation: Relation, leaf: Sequence[Any], condition: str | None) -> Iterator[Chunk]:
+def _chunks_of(
+    relation: Relation, leaf: Sequence[Any], condition: str | None, *, at_once: bool = False
+) -> Iterator[Chunk]:
+    """`at_once`: the condition leaves so few rows that an index finds them faster than pages are read."""
     _, schema, name, oid, filenode, size, _, block = leaf
-    pages, step = -(-size // block), CHUNK_BYTES // block
+    pages = -(-size // block)
+    step = max(pages, 1) if at_once else CHUNK_BYTES // block
     for begin in range(0, max(pages, 1), step):
         last = begin + step >= pages
         what: Json = {

@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from millstream.failpoint import failpoint
+from millstream.keyrange import KeyRange, Operand
 from millstream.latest import SEQ, Latest, latest, one_letter, whole
 from millstream.model import Op
 from millstream.targets.base import ReloadStep
 from millstream.targets.deltas.forms import Form
+from millstream.targets.deltas.mirror import quoted
 from millstream.targets.deltas.replaying import Tombstones, restore
 from millstream.targets.deltas.spool import Spooled
 from millstream.targets.deltas.tables import Handle
@@ -56,8 +58,9 @@ def copy_mirror(
     """Write one step to the mirror."""
     relation, key = table.relation, mirror_key(table.relation)
     wanted = writer.schema_of(relation)
+    whole_table, only = step.within is None, _only(step.within)
     if step.first:
-        writer.attempt(wanted, relation, lambda handle: handle.make_older(step.seq), renewing=True)
+        writer.attempt(wanted, relation, lambda handle: handle.make_older(step.seq, only), renewing=whole_table)
         failpoint("reload.versions_lowered")
     if not key:
         _replace(writer, table, stones, form, step, soft=soft)
@@ -71,8 +74,13 @@ def copy_mirror(
         writer.attempt(wanted, relation, commit)
         failpoint("reload.mirror_committed")
     if step.last:
-        writer.attempt(wanted, relation, lambda handle: handle.remove_older(step.seq, soft=soft))
+        writer.attempt(wanted, relation, lambda handle: handle.remove_older(step.seq, soft=soft, only=only))
         failpoint("reload.mirror_swept")
+
+
+def _only(within: KeyRange | None) -> str:
+    """The rest of a condition that leaves a range of the key."""
+    return "" if within is None else f" AND {within.sql(lambda column: Operand(quoted(column.name)))}"
 
 
 def _replace(writer: Writer, table: Spooled, stones: Tombstones, form: Form, step: ReloadStep, *, soft: bool) -> None:

@@ -282,17 +282,20 @@ class Handle:
                 merging = merging.when_matched_update(dict(columns), condition)
         merging.execute()
 
-    def remove_older(self, seq: int, *, soft: bool) -> None:
-        """What a TRUNCATE takes away. Doing it twice changes nothing more."""
+    def remove_older(self, seq: int, *, soft: bool, only: str = "") -> None:
+        """What a TRUNCATE takes away; with `only`, the rest of a condition, what it leaves of that.
+
+        Doing it twice changes nothing more.
+        """
         if soft:
             updates = {"_ms_deleted": "true", "_ms_seq": str(seq)}
-            self._table.update(updates=updates, predicate=f"_ms_seq < {seq} AND NOT _ms_deleted")
+            self._table.update(updates=updates, predicate=f"_ms_seq < {seq} AND NOT _ms_deleted{only}")
         else:
-            self._table.delete(f"_ms_seq < {seq}")
+            self._table.delete(f"_ms_seq < {seq}{only}")
 
-    def make_older(self, seq: int) -> None:
+    def make_older(self, seq: int, only: str = "") -> None:
         """Give rows of this version the one before it."""
-        self._table.update(updates={"_ms_seq": str(seq - 1)}, predicate=f"_ms_seq = {seq}")
+        self._table.update(updates={"_ms_seq": str(seq - 1)}, predicate=f"_ms_seq = {seq}{only}")
 
     def read(self, columns: list[str], condition: ds.Expression | None = None) -> pa.Table:
         """Columns of all rows at this version, or of those for which the condition holds."""

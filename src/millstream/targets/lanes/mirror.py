@@ -57,9 +57,12 @@ def _append(db: Database, prepared: Prepared, changes: pa.Table, soft: bool) -> 
         insert_rows(db, prepared, changes, soft=soft)
 
 
-def clear(db: Database, prepared: Prepared, seq: int, *, soft: bool) -> bool:
-    """Remove what is older than a baseline of this version. Returns whether the table is empty then."""
-    db.remove(partial(Mirror(db, prepared, soft).truncate, seq))
+def clear(db: Database, prepared: Prepared, seq: int, *, soft: bool, only: str = "") -> bool:
+    """Remove what is older than a baseline of this version. Returns whether the table is empty then.
+
+    `only` leaves rows alone: the rest of a condition, in SQL.
+    """
+    db.remove(partial(Mirror(db, prepared, soft).truncate, seq, only))
     return not db.rows(f"SELECT 1 FROM {prepared.table} LIMIT 1")
 
 
@@ -143,13 +146,13 @@ class Mirror:
         else:
             self._db.make_way(self._it.table, self._it.key, stage)
 
-    def truncate(self, seq: int) -> None:
-        """Remove everything older."""
-        change = f"UPDATE {self._it.table} SET _ms_deleted = true, _ms_seq = ?" if self._soft else None
-        if change is None:
-            self._db.run(f"DELETE FROM {self._it.table} WHERE _ms_seq < ?", (seq,))
+    def truncate(self, seq: int, only: str = "") -> None:
+        """Remove everything older; with `only` (the rest of a condition, in SQL) what it leaves of that."""
+        if self._soft:
+            change = f"UPDATE {self._it.table} SET _ms_deleted = true, _ms_seq = {seq}"
+            self._db.run(f"{change} WHERE _ms_seq < {seq} AND NOT _ms_deleted{only}")
         else:
-            self._db.run(f"{change} WHERE _ms_seq < ? AND NOT _ms_deleted", (seq, seq))
+            self._db.run(f"DELETE FROM {self._it.table} WHERE _ms_seq < {seq}{only}")
 
     def keys(self, rows: pa.Table) -> list[Values]:
         """The keys of rows as c0, c1 .. and their version v."""

@@ -16,11 +16,12 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.failpoint import failpoint
+from millstream.keyrange import KeyColumn, KeyRange, Operand
 from millstream.latest import SEQ, Latest, latest, one_letter, whole
 from millstream.model import Op
 from millstream.targets.base import LaneBatch, Part, ReloadStep, TargetContext
 from millstream.targets.lanes.changelog import write_changes
-from millstream.targets.lanes.database import Database, LaneOptions
+from millstream.targets.lanes.database import Database, LaneOptions, quoted
 from millstream.targets.lanes.isolating import Isolating
 from millstream.targets.lanes.mirror import clear, insert_rows
 from millstream.targets.lanes.replaying import bury_newer, hold, restore, truncated_at
@@ -73,10 +74,12 @@ class ReloadLane:
 
     def _write(self, db: Database, part: Part, *, mirrors: bool, isolate: bool) -> None:
         about = (part.relation, part.relation_id, self.context, self.options)
-        prepared = prepare(db, *about, renewing=mirrors and self.step.first)
+        within = self.step.within
+        prepared = prepare(db, *about, renewing=mirrors and self.step.first and within is None)
+        only = "" if within is None else f" AND {range_condition(db, prepared, within)}"
         soft, isolating = self.options.deletes == "soft", Isolating(db) if isolate else None
         if mirrors and self.step.first:
-            _make_older(db, prepared, self.step.seq)
+            _make_older(db, prepared, self.step.seq, only)
         if mirrors and not prepared.key:
             # Its rows are all of the table's, and cannot be told apart: what is older goes before they come.
             clear(db, prepared, self.step.seq, soft=soft)
@@ -92,7 +95,7 @@ class ReloadLane:
         if isolating is not None:
             isolating.check()
         if mirrors and prepared.key and self.step.last:
-            clear(db, prepared, self.step.seq, soft=soft)
+            clear(db, prepared, self.step.seq, soft=soft, only=only)
 
     def _writing(
         self, db: Database, prepared: Prepared, run: Run, *, mirrors: bool, soft: bool
@@ -118,8 +121,21 @@ class ReloadLane:
         return True
 
 
-def _make_older(db: Database, prepared: Prepared, seq: int) -> None:
-    db.run(f"UPDATE {prepared.table} SET _ms_seq = ? WHERE _ms_seq = ?", (seq - 1, seq))
+def _make_older(db: Database, prepared: Prepared, seq: int, only: str) -> None:
+    db.run(f"UPDATE {prepared.table} SET _ms_seq = {seq - 1} WHERE _ms_seq = {seq}{only}")
+
+
+def range_condition(db: Database, prepared: Prepared, within: KeyRange) -> str:
+    """The range of a table's key as this database says it."""
+    types = {column.name: column.type.lower() for column in prepared.columns}
+
+    def operand(column: KeyColumn) -> Operand:
+        own, textual = quoted(column.name), not types[column.name].startswith(("date", "timestamp", "uuid"))
+        if db.kind != "postgres" or column.kind == "integer" or not textual:
+            return Operand(own, textual)
+        return Operand(f'{own} COLLATE "C"', indexed=own)
+
+    return within.sql(operand)
 
 
 def _read_on(part: Part) -> None:
