@@ -65,6 +65,7 @@ ELSEWHERE = {
             *("replay.begun", "replay.delivered", "replay.saved", "replay.finished"),
             *("replay.lane_written", "replay.lane_committed"),
             *("replay.changelog_committed", "replay.mirror_committed", "replay.buried", "replay.tables_committed"),
+            *("replay.files_renamed", "replay.files_committed"),
         ),
         "tests/unit/test_replay_kills.py",
     ),

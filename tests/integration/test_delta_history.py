@@ -46,7 +46,7 @@ class History:
         self.seq = self.transactions = 0
 
     def batch(self, span: SeqRange, parts: list[Part], *, replay: bool = False) -> None:
-        lane = self.target.replayer(2, messages=True, current=frozenset()) if replay else self.target.stager()
+        lane = self.target.replayer(2, only=None, current=frozenset()) if replay else self.target.stager()
         lane.deliver(LaneBatch(span, span.end, parts, lambda: None))
 
     def rows(self, about: Relation, transactions: tuple[list[Change], ...]) -> pa.RecordBatch:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 
@@ -50,9 +52,9 @@ def fill(root: Path) -> int:
     return journal.last_seq
 
 
-def ask(root: Path, end: int, *, mirror: bool) -> None:
+def ask(root: Path, end: int, *tables: str, mirror: bool = False) -> None:
     store = SqliteStateStore(root / "state.db")
-    store.save_replay("shop", "log", waiting(0, end, newest_first=mirror))
+    store.save_replay("shop", "log", waiting(0, end, tables, newest_first=mirror))
     store.close()
 
 
@@ -78,7 +80,7 @@ class Target:
 
     def __init__(self, root: Path, kind: str, write: str) -> None:
         self.root, self.kind, self.place, self.end = root, kind, root / "there", fill(root)
-        self._options = {"path": str(self.place), "write": write}
+        self._options = {"path": str(self.place), **({"write": write} if write else {})}
         self.deliver()
 
     def deliver(self) -> None:
@@ -129,3 +131,36 @@ def test_a_changelog_gets_every_change_once_more_and_once(tmp_path: Path, kind: 
     again = [row for row in target.rows("_ms_seq, id, body, _ms_epoch") if row[3] is not None]
     assert [row[:3] for row in again] == first
     assert {row[3] for row in again} == {record(tmp_path)["epoch"]}
+
+
+@pytest.mark.parametrize("tables", [(), ("public.orders",)], ids=["all of it", "one table"])
+def test_files_have_every_change_once_after_every_kill(tmp_path: Path, tables: tuple[str, ...]) -> None:
+    target = Target(tmp_path, "files", "")
+    first = listed(target.place)
+    assert [row[0] for row in first] == list(range(1, target.end + 1))
+    names = files(target.place)
+    ask(tmp_path, target.end, *tables)
+    for step in ("replay.files_renamed", "replay.files_committed", "replay.delivered"):
+        target.kill_at(step)
+        assert listed(target.place) == first, step
+    target.deliver()
+    assert record(tmp_path)["state"] == "done"
+    assert listed(target.place) == first
+    assert len(files(target.place)) == len(names), "the old ones are gone"
+    assert not names & files(target.place)
+    (commit,) = (target.place / "_millstream" / "commits").glob("*.json")
+    assert json.loads(commit.read_text())["replayed"] == record(tmp_path)["epoch"] == 2
+
+
+def listed(place: Path) -> list[tuple[Any, ...]]:
+    """What the commits of a directory list, in the order of seq."""
+    rows: list[tuple[Any, ...]] = []
+    for commit in (place / "_millstream" / "commits").glob("*.json"):
+        for file in json.loads(commit.read_text())["files"]:
+            read = pq.read_table(place / file["path"], partitioning=None)
+            rows += zip(*(read[name].to_pylist() for name in ("_ms_seq", "id", "body")), strict=True)
+    return sorted(rows)
+
+
+def files(place: Path) -> set[str]:
+    return {path.name for path in place.glob("public.*/*.parquet")}

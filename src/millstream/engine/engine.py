@@ -211,8 +211,8 @@ class Engine(EngineSnapshots):
 
         `start` is a checkpoint, a commit time, the seq of a change or a position of the source (text); transactions
         come whole. A mirror gets what it lacks; a changelog gets the changes again, marked with the new epoch; `files`
-        takes its batches back, and gets them anew. `until` and `tables` (as `schema.table`) leave the rest out.
-        Returns when it is written down: status tells how far it is. Raises NotSupported (`until` at a mirror),
+        get their batches anew, in the place of the old ones. `until` and `tables` (as `schema.table`) leave the rest
+        out. Returns when it is written down: status tells how far it is. Raises NotSupported (`until` at a mirror),
         ConfigError, NotReady, and OutOfRange, which names the earliest change there is.
         """
         asked = Asked(start, until, tuple(tables))

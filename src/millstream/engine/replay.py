@@ -2,7 +2,7 @@
 
 There are two ways. A target that can take its last batches back (`files`, when all of them are to come again) goes back
 to the end of an earlier batch; delivery sees that it is behind its saved cursor, and begins a new epoch there.
-Every other target stays where it is: the replay is written down, and the delivery runs it before it goes on
+Otherwise a target stays where it is: the replay is written down, and the delivery runs it before it goes on
 (`engine.replaying`). The changes come from the journal either way: the source is not asked.
 """
 
@@ -19,18 +19,14 @@ from millstream.engine.home import Home
 from millstream.errors import ConfigError, NotReady, NotSupported, OutOfRange
 from millstream.failpoint import failpoint
 from millstream.journal import JournalReader
-from millstream.model import Checkpoint, Json, Mode, StreamSpec
+from millstream.model import Checkpoint, Json, Mode, SeqRange, StreamSpec
 from millstream.sources.patterns import matcher
 from millstream.sources.positions import parse_position
 from millstream.state.base import StateStore
-from millstream.targets.base import Replayable, Rewinding, Target, TargetCursor
+from millstream.targets.base import Rebatching, Replayable, Rewinding, Target, TargetCursor
 
 Place = Checkpoint | datetime | int | str
 """After a checkpoint; from a commit time on; from the change with a seq on; from a position of the source on (text)."""
-
-RELOAD = (
-    "replay from there on, or give the stream a new target (another name, an empty place), which begins with all rows"
-)
 
 WAITING, RUNNING, REWOUND, DONE, FAILED = "waiting", "running", "rewound", "done", "failed"
 UNFINISHED = (WAITING, RUNNING)
@@ -115,7 +111,11 @@ class Replay:
         self._check_tables()
         for name, target in self._targets.items():
             self._check_target(name, target)
-        self.seq = self._start()
+        try:
+            self.seq = self._start()
+        except OutOfRange as gone:
+            # What lies beyond the journal's end has no hint: it can only be waited for.
+            raise OutOfRange(gone.message, hint=self._instead() if gone.hint else None) from None
         if self._asked.until is not None:
             self._until = self._end(self._asked.until)
             if self._until <= self.seq:
@@ -125,22 +125,34 @@ class Replay:
                 assert isinstance(target, Rewinding)  # noqa: S101 - just seen
                 self._check_place(name, target.rewind(self._stream.name, name, self.seq, look_only=True))
             else:
-                self._check_retained()
+                self._check_retained(self._covered(name, target).start)
 
     def run(self) -> None:
         """Take batches back, or write down what is to come again. Killed in between, the rest is not replayed."""
         for name, target in self._targets.items():
-            cursor = self._store.get_cursor(self._stream.name, name)
-            end = cursor.seq if cursor else self.seq
-            until = max(self.seq, end if self._until is None else min(self._until, end))
+            span = self._covered(name, target)
             newest_first = isinstance(target, Replayable) and target.mirrors
-            record = waiting(self.seq, until, self._asked.tables, newest_first=newest_first)
+            record = waiting(span.start, span.end, self._asked.tables, newest_first=newest_first)
             if self._rewinds(target):
                 assert isinstance(target, Rewinding)  # noqa: S101 - `check` has looked
                 place = target.rewind(self._stream.name, name, self.seq)
                 record |= {"state": REWOUND, "from_seq": place.seq if place else 0}
             self._store.save_replay(self._stream.name, name, record)
             failpoint("engine.replay_saved")
+
+    def _covered(self, name: str, target: Target) -> SeqRange:
+        """What comes again: up to where the target is, at most, and by whole batches where it keeps them."""
+        cursor = self._store.get_cursor(self._stream.name, name)
+        end = cursor.seq if cursor else self.seq
+        span = SeqRange(self.seq, max(self.seq, end if self._until is None else min(self._until, end)))
+        if not isinstance(target, Rebatching) or self._rewinds(target) or span.start == span.end:
+            return span
+        batches = target.batches(self._stream.name, name, span)
+        return SeqRange(batches[0].start, batches[-1].end) if batches else SeqRange(span.start, span.start)
+
+    def _instead(self) -> str:
+        """What there is to do about changes that the journal does not have any more."""
+        return f"replay from there on, or copy the tables anew from the source: millstream reload {self._stream.name}"
 
     def _rewinds(self, target: Target) -> bool:
         whole = self._asked.until is None and not self._asked.tables
@@ -152,9 +164,8 @@ class Replay:
             return
         if not isinstance(target, Replayable):
             raise NotSupported(
-                f"{what} cannot be replayed like this: a target of kind {target.kind} takes whole batches back, and "
-                "only all of them",
-                hint="replay it without an end and without tables, or another target (--target)",
+                f"{what} cannot be replayed: a target of kind {target.kind} gets nothing twice",
+                hint="replay another target (--target)",
             )
         if target.mirrors and self._asked.until is not None:
             raise NotSupported(
@@ -205,14 +216,15 @@ class Replay:
         cut = self._reader.cut_at(planned.end) if planned else None
         return self._reader.seq_at_position(cut.commit_position) if cut else seq - 1
 
-    def _check_retained(self) -> None:
+    def _check_retained(self, seq: int) -> None:
+        """Everything after this one must still be in this journal."""
         retained = self._reader.retained()
         first, head = retained.earliest.seq, self._reader.head()
-        if self.seq + 1 < first:
-            refused = retained.earliest.refuse(f"seq {self.seq + 1}", self._reader.header().source_kind)
-            raise OutOfRange(refused.message, hint=RELOAD)
-        if head is not None and self.seq > head.seq:
-            raise OutOfRange(f"seq {self.seq + 1} is beyond the journal's end, {head.seq}", hint="nothing is there yet")
+        if seq + 1 < first:
+            refused = retained.earliest.refuse(f"seq {seq + 1}", self._reader.header().source_kind)
+            raise OutOfRange(refused.message, hint=self._instead())
+        if head is not None and seq > head.seq:
+            raise OutOfRange(f"seq {seq + 1} is beyond the journal's end, {head.seq}", hint="nothing is there yet")
 
     def _check_place(self, name: str, place: TargetCursor | None) -> None:
         """Everything after that place must still be in this journal."""
@@ -223,11 +235,11 @@ class Replay:
                 raise OutOfRange(
                     f"target {name} has no batch that ends at or before seq {self.seq}, and what it began with is not "
                     f"in the journal, which begins at seq {first}",
-                    hint="replay from a later checkpoint, or give the stream a new target, which begins with all rows",
+                    hint=self._instead(),
                 )
         elif place.journal_id != header.journal_id or place.seq + 1 < first:
             raise OutOfRange(
                 f"target {name} would go on after seq {place.seq}, which the journal does not have any more: it begins "
                 f"at seq {first}",
-                hint=RELOAD,
+                hint=self._instead(),
             )

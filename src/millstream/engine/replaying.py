@@ -24,9 +24,9 @@ from millstream.model import Json, SeqRange, StreamSpec, TargetSpec
 from millstream.observe import Level
 from millstream.spark.partition import share_out
 from millstream.spark.stage import StagePlan
-from millstream.spark.tables import OwnTables
+from millstream.spark.tables import OwnTables, belongs
 from millstream.state.base import StateStore
-from millstream.targets.base import Replayable, Target
+from millstream.targets.base import Rebatching, Replayable, Target
 from millstream.targets.rejects import Outstanding, RowsRejected
 
 Tell = Callable[[str, str, Level, Json], None]
@@ -67,7 +67,7 @@ class Replaying:
             failpoint("replay.begun")
         try:
             current = opening.current_relations(SeqRange(record["from_seq"], record["until_seq"]))
-            plan = self._plan(opened, record, current)
+            plan = self._plan(opening, opened, record, current)
             for span in self._spans(opening, record):
                 if stopping.is_set():
                     raise ReplayStopped
@@ -104,17 +104,20 @@ class Replaying:
         failpoint("replay.saved")
         return record
 
-    def _plan(self, opened: Opened, record: Json, current: frozenset[int]) -> StagePlan:
+    def _plan(self, opening: Opening, opened: Opened, record: Json, current: frozenset[int]) -> StagePlan:
         assert isinstance(self._target, Replayable)  # noqa: S101 - the same
         tables, chosen = opened.plan.tables, tuple(record["tables"])
+        only: frozenset[int] | None = None
         if chosen:
             own = self._stream.source.tables
             tables = OwnTables(chosen, tuple(dict.fromkeys([*own, *(tables.captured if tables else ())])))
+            about = (opened.plan.locations, opened.header.journal_id)
+            only = frozenset(id for id in opening.journal.relations() if belongs(*about, id, tables))
         letters = self._store.letters(self._stream.name, self._spec.name)
         left_out = frozenset(letter.event_id for letter in letters)
         return replace(
             opened.plan,
-            stager=self._target.replayer(record["epoch"], messages=not chosen, current=current),
+            stager=self._target.replayer(record["epoch"], only=only, current=current),
             tables=tables,
             outstanding=Outstanding(self._target.mirrors, left_out=left_out) if left_out else None,
         )
@@ -139,6 +142,9 @@ class Replaying:
         if self._target.mirrors:
             spans = list(self._cut(opening, start, end if done is None else done))
             yield from reversed(spans)
+        elif isinstance(self._target, Rebatching):
+            left = SeqRange(start if done is None else done, end)
+            yield from self._target.batches(self._stream.name, self._spec.name, left) if left.start < end else ()
         else:
             yield from self._cut(opening, start if done is None else done, end)
 

@@ -223,16 +223,18 @@ class Replayable(Protocol):
 
     `mirrors` says what becomes of them. Where rows are kept by key (True), batches come newest first, and write only
     what the target lacks: nothing of an intact one is touched, and no row that a newer change has removed comes
-    back, not even in between. Else batches come oldest first and are appended once more, marked with `mark`.
+    back, not even in between. Else batches come oldest first and are appended once more, marked with `mark`; at a
+    `Rebatching` target they take the place of what they brought first.
     """
 
     @property
     def mirrors(self) -> bool: ...
 
-    def replayer(self, mark: int, *, messages: bool, current: frozenset[int]) -> Stager | Lane:
-        """The executor side for batches of the replay `mark`, for the open context. `messages`: logical ones too.
+    def replayer(self, mark: int, *, only: frozenset[int] | None, current: frozenset[int]) -> Stager | Lane:
+        """The executor side for batches of the replay `mark`, for the open context.
 
-        `current` are the relations under which tables are as the target has them: a mirror gets no others.
+        `only` are the relations whose changes come; None: all, and logical messages. `current` are those under which
+        tables are as the target has them: a mirror gets no others.
 
         A batch that comes again, whoever brings it, changes nothing more. Raises TargetRefused when another run
         has taken over.
@@ -243,6 +245,14 @@ class Replayable(Protocol):
 
     def settle_replay(self) -> None:
         """Forget what is remembered only while a replay runs. Before its first batch and after its last one."""
+
+
+@runtime_checkable
+class Rebatching(Protocol):
+    """A target that has changes by the batches in which they came: replayed, each of these comes anew, whole."""
+
+    def batches(self, stream: str, target: str, span: SeqRange) -> Sequence[SeqRange]:
+        """The batches in which changes of the span are, oldest first. The target need not be open."""
 
 
 @dataclass(frozen=True)

@@ -160,8 +160,8 @@ class DeltaTarget:
     def redeliver(self, relation: Relation, relation_id: int, change: pa.Table) -> bool:
         return self.stager().redeliver(relation, relation_id, change)
 
-    def replayer(self, mark: int, *, messages: bool, current: frozenset[int]) -> DeltaLane:
-        return replace(self.stager(), replay=mark, messages=messages, current=current)
+    def replayer(self, mark: int, *, only: frozenset[int] | None, current: frozenset[int]) -> DeltaLane:
+        return replace(self.stager(), replay=mark, messages=only is None, current=current)
 
     def publish_replay(self, mark: int, range: SeqRange, receipts: Sequence[Receipt]) -> None:
         """Nothing: the task has committed it."""

@@ -53,6 +53,7 @@ from millstream.targets.directory import (
     read_json,
     sync_directory,
 )
+from millstream.targets.rebatching import batches_within, listed_files, replace_files
 
 GROUP_ROWS = 131_072
 GROUP_BYTES = 32 << 20
@@ -93,6 +94,8 @@ class FilesTarget:
         self._context: TargetContext | None = None
         self._cursor: TargetCursor | None = None
         self._unsettled: list[Path] = []
+        self._replayed: frozenset[int] | None = None
+        """The relations that the replay at hand brings; None: all of them."""
 
     def open(self, context: TargetContext) -> None:
         with as_target_errors(self._root):
@@ -155,6 +158,43 @@ class FilesTarget:
 
     def settle_reload(self) -> None:
         """Nothing is remembered: rows of a changelog are told by their versions."""
+
+    def batches(self, stream: str, target: str, span: SeqRange) -> list[SeqRange]:
+        with as_target_errors(self._root):
+            if not (self._own / "commits").is_dir():
+                return []
+            with self._directory.locked():
+                self._directory.check_ours(TargetContext(stream, target, "", "", ASKING, ""))
+                return batches_within(self._directory, span)
+
+    def replayer(self, mark: int, *, only: frozenset[int] | None, current: frozenset[int]) -> FilesStager:
+        self._replayed = only
+        return replace(self.stager(), staging=str(self._staging(mark)), epoch=mark)
+
+    def publish_replay(self, mark: int, range: SeqRange, receipts: Sequence[Receipt]) -> None:
+        """The batch counts with its new files from when its commit lists them."""
+        context, only = self._opened(), self._replayed
+        mine = [receipt for receipt in receipts if only is None or receipt.relation in only]
+        with as_target_errors(self._root), self._directory.locked():
+            self._directory.check_owner(context)
+            self._put_in_place(mine, mark)
+            failpoint("replay.files_renamed")
+            old = replace_files(self._directory, range, mark, _listed(mine), only)
+            failpoint("replay.files_committed")
+            self._unsettled = []
+            for path in old:
+                path.unlink(missing_ok=True)
+            shutil.rmtree(self._staging(mark), ignore_errors=True)
+
+    def settle_replay(self) -> None:
+        """Remove what one that was killed has left: files which no commit lists, yet or any more."""
+        context = self._opened()
+        with as_target_errors(self._root), self._directory.locked():
+            self._directory.check_owner(context)
+            counts = listed_files(self._directory)
+            for path, _ in self._named():
+                if path not in counts:
+                    path.unlink()
 
     def reader(self) -> ChangelogReader:
         return ChangelogReader(FileChanges(str(self._root)))

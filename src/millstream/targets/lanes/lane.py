@@ -247,8 +247,8 @@ class LaneTarget:
     def repairer(self) -> SqlRepairer:
         return SqlRepairer(self._database, self._options, self._opened())
 
-    def replayer(self, mark: int, *, messages: bool, current: frozenset[int]) -> ReplayLane:
-        return ReplayLane(self._database, self._options, self._opened(), mark, messages, current)
+    def replayer(self, mark: int, *, only: frozenset[int] | None, current: frozenset[int]) -> ReplayLane:
+        return ReplayLane(self._database, self._options, self._opened(), mark, only is None, current)
 
     def publish_replay(self, mark: int, range: SeqRange, receipts: Sequence[Receipt]) -> None:
         """Nothing: the task has committed it."""
