@@ -266,3 +266,9 @@ def test_help_answers_without_loading_anything_heavy() -> None:
     assert helped.returncode == 0
     for command in ("demo", "run", "check", "status", "journal", "doctor", "bench", "version"):
         assert f"\n  {command} " in helped.stdout
+    assert process("-h").stdout == helped.stdout
+
+
+def test_the_version_is_told_by_the_option_too() -> None:
+    told = process("--version")
+    assert (told.returncode, told.stdout) == (0, process("version").stdout)

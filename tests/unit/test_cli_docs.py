@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from millstream.cli.app import app
+from millstream.cli.examples import EXAMPLES
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 
@@ -52,3 +54,16 @@ def test_each_option_says_what_it_is_for() -> None:
             visit(inner)
 
     visit(typer.main.get_command(app))
+
+
+def test_each_command_has_an_example_in_its_help_and_each_example_is_understood() -> None:
+    assert EXAMPLES.keys() == built().keys()
+    for name, examples in EXAMPLES.items():
+        command: Any = typer.main.get_command(app)
+        for word in name.split():
+            command = command.commands[word]
+        for example in examples:
+            assert f"\n  {example}" in command.epilog
+            words = shlex.split(example)
+            assert words[: 1 + len(name.split())] == ["millstream", *name.split()]
+            command.make_context(name, words[1 + len(name.split()) :])  # raises for what it does not know

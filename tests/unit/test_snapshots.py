@@ -28,6 +28,7 @@ from millstream.errors import (
     TargetRefused,
     UnknownStream,
 )
+from millstream.observe import Level
 from millstream.snapshots.files import Files, LocalFiles, RemoteFiles, open_files
 from millstream.snapshots.restoring import restore
 from millstream.snapshots.rows import Format
@@ -259,6 +260,7 @@ def test_while_a_stream_runs_its_targets_are_kept_restored_and_go_on(
     engine.await_ready("shop", 120)
     (first, *_) = watching.of("delivery.startup")
     assert first.message.startswith("cold start: the target is empty; it begins after seq 0 of the journal; not from")
+    assert first.level is Level.INFO
     script.insert("public.orders", id=1, note="one")
     for kind in ("sqlite", "duckdb"):
         await_that(lambda kind=kind: copied(tmp_path, kind) == [(1, "one")])  # type: ignore[misc]

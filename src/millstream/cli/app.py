@@ -17,6 +17,7 @@ from millstream.cli.ddl import ddl
 from millstream.cli.demo import demo
 from millstream.cli.dlq import dlq
 from millstream.cli.doctor import doctor
+from millstream.cli.examples import add_examples
 from millstream.cli.journal import journal
 from millstream.cli.output import report_error
 from millstream.cli.reload import reload
@@ -50,14 +51,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-@app.callback()
-def options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-) -> None:
-    """Replicate databases: every committed change, in order, nothing lost."""
 
 
 def version() -> None:
@@ -65,6 +60,22 @@ def version() -> None:
     from millstream import __version__
 
     typer.echo(f"millstream {__version__}")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Replicate databases: every committed change, in order, nothing lost."""
 
 
 app.command()(demo)
@@ -87,3 +98,4 @@ app.add_typer(schema, name="schema")
 app.command()(doctor)
 app.command()(bench)
 app.command()(version)
+add_examples(app)

@@ -23,7 +23,7 @@ def _count(text: str) -> int:
 
 
 def bench(
-    name: Annotated[str | None, typer.Argument(help="Which one; without a name, all of them.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Which one; without a name, all of them.")] = None,
     rows: Annotated[int | None, typer.Option(min=1, max=10_000_000, help="How many changes, or rows.")] = None,
     repeat: Annotated[int | None, typer.Option(min=1, help="How often each way is run; medians count.")] = None,
     seconds: Annotated[float | None, typer.Option(min=0.5, help="How long a bench that waits does so.")] = None,

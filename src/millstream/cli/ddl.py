@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from millstream.cli.columns import Column, print_columns
 from millstream.cli.output import Home, Json, console, print_json
 
 if TYPE_CHECKING:
@@ -83,15 +84,23 @@ def _engine(home: str | None) -> Engine:
     return Engine(HomeDirectory.locate(home))
 
 
-def _print(found: list[DdlEvent]) -> None:
-    from rich.table import Table
+_LISTED = (
+    Column("id", right=True),
+    Column("table"),
+    Column("version", right=True, spare=1),
+    Column("state"),
+    Column("policy", spare=2),
+    Column("at (UTC)", spare=3),
+    Column("targets", spare=4),
+    Column("what changed"),
+)
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("id", "table", "version", "state", "policy", "at", "targets", "what changed"):
-        table.add_column(column, justify="right" if column in ("id", "version") else "left")
+
+def _print(found: list[DdlEvent]) -> None:
+    rows = []
     for one in found:
         targets = ", ".join(f"{target} {receipt}" for target, receipt in one.receipts.items())
         at, words = f"{one.version.checkpoint.wall:%Y-%m-%d %H:%M:%S}", [c.in_words() for c in one.version.changes]
         where = (str(one.id), one.version.table, str(one.version.version), one.state, one.policy.value, at)
-        table.add_row(*where, targets, "; ".join(words))
-    console().print(table)
+        rows.append([*where, targets, "; ".join(words)])
+    print_columns(_LISTED, rows)

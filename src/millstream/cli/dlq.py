@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from millstream.cli.columns import Column, print_columns
 from millstream.cli.output import Home, Json, console, print_json
 from millstream.errors import ConfigError
 
@@ -28,7 +29,7 @@ Table = Annotated[str | None, typer.Option("--table", help="Only those of this t
 
 @dlq.command(name="list")
 def list_letters(
-    name: Annotated[str | None, typer.Argument(help="Only this stream.", show_default=False)] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Only this stream.", show_default=False)] = None,
     target: Target = None,
     table: Table = None,
     home: Home = None,
@@ -154,14 +155,24 @@ def _change(letter: Letter) -> dict[str, Any]:
     return one_change(Relation.from_json(letter.relation), row)
 
 
-def _print(letters: list[Letter]) -> None:
-    from rich.table import Table as RichTable
+_LETTERS = (
+    Column("id", right=True),
+    Column("stream", spare=1),
+    Column("target"),
+    Column("table"),
+    Column("op"),
+    Column("seq", right=True, spare=2),
+    Column("kind", spare=4),
+    Column("state", spare=3),
+    Column("at (UTC)", spare=5),
+    Column("reason"),
+)
 
-    table = RichTable(box=None, padding=(0, 2, 0, 0))
-    for column in ("id", "stream", "target", "table", "op", "seq", "kind", "state", "at", "reason"):
-        table.add_column(column, justify="right" if column in ("id", "seq") else "left")
+
+def _print(letters: list[Letter]) -> None:
+    rows = []
     for one in letters:
         state = one.state.value if one.superseded_by is None else f"{one.state.value} by {one.superseded_by:,}"
         where = (one.stream, one.target, one.table, one.op, f"{one.seq:,}", one.kind, state)
-        table.add_row(str(one.id), *where, f"{one.at:%Y-%m-%d %H:%M:%S}", one.reason)
-    console().print(table)
+        rows.append([str(one.id), *where, f"{one.at:%Y-%m-%d %H:%M:%S}", one.reason])
+    print_columns(_LETTERS, rows)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
+from millstream.cli.columns import Column, print_columns
 from millstream.cli.output import console, size
 from millstream.journal import describe
 from millstream.journal.places import position_text
@@ -60,29 +60,44 @@ def print_journals(journals: list[Json]) -> None:
         {
             **one,
             "seqs": f"{one['first_seq']:,}..{one['last_seq']:,}",
-            "oldest_change": (one["oldest_commit_at"] or "-")[:19],
+            "oldest change (UTC)": (one["oldest_commit_at"] or "-")[:19].replace("T", " "),
             "tables": len(one["tables"]),
         }
         for one in journals
     ]
-    columns = ("source", "kind", "incarnation", "seqs", "first_position", "oldest_change", "end_position", "tables")
-    _table(rows, (*columns, "files", "bytes"))
+    _print(rows, _JOURNALS)
 
 
 def print_segments(found: list[Json]) -> None:
     rows = [{**one, "seqs": f"{one['first_seq']:,}..{one['last_seq']:,}"} for one in found]
-    _table(rows, ("segment", "state", "rows", "seqs", "end_position", "bytes"))
+    _print(rows, _SEGMENTS)
 
 
-def _table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
-    from rich.table import Table
+_JOURNALS = {
+    "source": Column("source"),
+    "kind": Column("kind", spare=3),
+    "incarnation": Column("incarnation", right=True, spare=6),
+    "seqs": Column("seqs"),
+    "first_position": Column("first position", spare=4),
+    "oldest change (UTC)": Column("oldest change (UTC)", spare=1),
+    "end_position": Column("end position"),
+    "tables": Column("tables", right=True, spare=2),
+    "files": Column("files", right=True, spare=5),
+    "bytes": Column("bytes", right=True),
+}
+_SEGMENTS = {
+    "segment": Column("segment"),
+    "state": Column("state"),
+    "rows": Column("rows", right=True),
+    "seqs": Column("seqs"),
+    "end_position": Column("end position"),
+    "bytes": Column("bytes", right=True),
+}
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column.replace("_", " "), justify="right" if isinstance(rows[0][column], int) else "left")
-    for row in rows:
-        table.add_row(*(size(row[column]) if column == "bytes" else str(row[column]) for column in columns))
-    console().print(table)
+
+def _print(rows: list[Json], columns: dict[str, Column]) -> None:
+    texts = [[size(row[key]) if key == "bytes" else str(row[key]) for key in columns] for row in rows]
+    print_columns(list(columns.values()), texts)
 
 
 def _time(us: int) -> str:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from millstream.cli.columns import Column, print_columns
 from millstream.cli.journal import Source, find_journal, journals_of, reader_of
 from millstream.cli.output import Home, Json, console, print_json
 from millstream.errors import ConfigError
@@ -132,22 +133,30 @@ def _at(registry: Registry, table: str, place: str) -> Version:
     return registry.at_time(table, int(at.astimezone(UTC).timestamp() * 1_000_000))
 
 
-def _print_versions(found: list[Version]) -> None:
-    from rich.table import Table as RichTable
+_VERSIONS = (
+    Column("tenant", spare=5),
+    Column("source", spare=2),
+    Column("table"),
+    Column("version", right=True),
+    Column("id", right=True, spare=3),
+    Column("seq", right=True),
+    Column("since (UTC)", spare=1),
+    Column("fingerprint", spare=4),
+    Column("what changed"),
+)
+_COLUMNS = tuple(Column(name) for name in ("column", "type", "null", "default", "generated"))
 
-    table = RichTable(box=None, padding=(0, 2, 0, 0))
-    for column in ("tenant", "source", "table", "version", "id", "seq", "since", "fingerprint", "what changed"):
-        table.add_column(column, justify="right" if column in ("version", "id", "seq") else "left")
+
+def _print_versions(found: list[Version]) -> None:
+    rows = []
     for one in found:
         since = f"{one.checkpoint.wall:%Y-%m-%d %H:%M:%S}"
         numbers = (str(one.version), str(one.id), f"{one.seq:,}", since, one.fingerprint[:12])
-        table.add_row(one.tenant, one.source, one.table, *numbers, "; ".join(c.in_words() for c in one.changes))
-    console().print(table)
+        rows.append([one.tenant, one.source, one.table, *numbers, "; ".join(c.in_words() for c in one.changes)])
+    print_columns(_VERSIONS, rows)
 
 
 def _print_one(one: Version) -> None:
-    from rich.table import Table as RichTable
-
     from millstream.registry.structure import type_text
 
     out, found = console(), one.to_json()
@@ -158,10 +167,9 @@ def _print_one(one: Version) -> None:
     out.print(f"key: {', '.join(one.relation.key) or 'none'}")
     for change in one.changes:
         out.print(f"changed: {change.in_words()}")
-    table = RichTable(box=None, padding=(0, 2, 0, 0))
-    for column in ("column", "type", "null", "default", "generated"):
-        table.add_column(column)
     words = {None: "?", True: "yes", False: "no"}
-    for each in one.relation.columns:
-        table.add_row(each.name, type_text(each), words[each.nullable], each.default or "", words[each.generated])
-    out.print(table)
+    rows = [
+        [each.name, type_text(each), words[each.nullable], each.default or "", words[each.generated]]
+        for each in one.relation.columns
+    ]
+    print_columns(_COLUMNS, rows)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from millstream.cli.columns import Column, print_columns
 from millstream.cli.output import Home, Json, console, print_json, seconds, size
 
 if TYPE_CHECKING:
@@ -168,13 +169,22 @@ def _absolute(path: str | None) -> str | None:
     return path if path is None or "://" in path else str(Path(path).expanduser().absolute())
 
 
-def _print(found: list[TargetSnapshot]) -> None:
-    from rich.table import Table
+_SNAPSHOTS = (
+    Column("id"),
+    Column("target"),
+    Column("taken (UTC)", spare=3),
+    Column("seq", right=True),
+    Column("position", spare=1),
+    Column("tables", right=True, spare=2),
+    Column("rows", right=True),
+    Column("size", right=True),
+    Column("format", spare=4),
+)
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("id", "target", "taken (UTC)", "seq", "position", "tables", "rows", "size", "format"):
-        table.add_column(column, justify="right" if column in ("seq", "tables", "rows", "size") else "left")
+
+def _print(found: list[TargetSnapshot]) -> None:
+    rows = []
     for one in found:
         what = (one.id, one.target, f"{one.created_at:%Y-%m-%d %H:%M:%S}", f"{one.seq:,}", one.position_text)
-        table.add_row(*what, str(len(one.tables)), f"{one.rows:,}", size(one.size), one.format.value)
-    console().print(table)
+        rows.append([*what, str(len(one.tables)), f"{one.rows:,}", size(one.size), one.format.value])
+    print_columns(_SNAPSHOTS, rows)

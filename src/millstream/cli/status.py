@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from millstream.cli.columns import Column, print_columns
 from millstream.cli.output import Home, Json, console, print_json, seconds, size
 
 if TYPE_CHECKING:
-    from millstream.engine.status import HomeStatus, StreamStatus
+    from rich.text import Text
+
+    from millstream.engine.status import HomeStatus, StreamStatus, TargetStatus
 
 SHOWN_TABLES = 20
 """At most so many tables of a stream are listed."""
@@ -29,7 +32,7 @@ _STYLES = {
 
 
 def status(
-    name: Annotated[str | None, typer.Argument(help="Only this stream.", show_default=False)] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Only this stream.", show_default=False)] = None,
     home: Home = None,
     json: Json = False,
 ) -> None:
@@ -54,7 +57,6 @@ def _print(found: HomeStatus) -> None:
 
 
 def _print_stream(stream: StreamStatus) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     out, source = console(), stream.source
@@ -68,22 +70,7 @@ def _print_stream(stream: StreamStatus) -> None:
         out.print(f"  source {source.name} ({source.kind}): only copied, nothing of it is captured")
     else:
         _print_source(stream)
-    table = Table(box=None, padding=(0, 2, 0, 2))
-    for column in ("target", "state", "seq", "position", "behind", "oldest", "events", "batches", "epoch"):
-        table.add_column(column, justify="left" if column in ("target", "state", "position") else "right")
-    for target in stream.targets:
-        table.add_row(
-            f"{target.name} ({target.kind})",
-            Text(target.state.value, _STYLES.get(target.state.value, "")),
-            _number(target.seq),
-            target.position or "-",
-            _number(target.lag_events),
-            seconds(target.lag_seconds),
-            _number(target.events_replicated),
-            _number(target.batches),
-            _number(target.epoch),
-        )
-    out.print(table)
+    print_columns(_TARGETS, [_target_row(target) for target in stream.targets], indent=2)
     _print_tables(stream)
     _print_beginnings(stream)
     _print_replays(stream)
@@ -92,18 +79,52 @@ def _print_stream(stream: StreamStatus) -> None:
     _print_troubles(stream)
 
 
+_TARGETS = (
+    Column("target"),
+    Column("state"),
+    Column("seq", right=True),
+    Column("position", spare=1),
+    Column("behind", right=True),
+    Column("oldest", right=True),
+    Column("events", right=True),
+    Column("epoch", right=True, spare=2),
+)
+
+
+def _target_row(target: TargetStatus) -> list[str | Text]:
+    from rich.text import Text
+
+    return [
+        f"{target.name} ({target.kind})",
+        Text(target.state.value, _STYLES.get(target.state.value, "")),
+        _number(target.seq),
+        target.position or "-",
+        _number(target.lag_events),
+        seconds(target.lag_seconds),
+        _number(target.events_replicated),
+        _number(target.epoch),
+    ]
+
+
+_TABLES = (
+    Column("table (all targets)"),
+    Column("seq", right=True),
+    Column("position", spare=1),
+    Column("behind", right=True),
+    Column("bytes behind", right=True, spare=2),
+    Column("oldest", right=True),
+    Column("events", right=True),
+    Column("bytes", right=True, spare=3),
+)
+
+
 def _print_tables(stream: StreamStatus) -> None:
     """Each table at the target that is furthest behind with it; those with the most to come first."""
-    from rich.table import Table
-
     tables = sorted(stream.tables_replicated, key=lambda one: (-(one.lag_events or 0), one.name))
     if not tables:
         return
-    table = Table(box=None, padding=(0, 2, 0, 2))
-    for column in ("table", "seq", "position", "behind", "bytes behind", "oldest", "events", "bytes"):
-        table.add_column(column, justify="left" if column in ("table", "position") else "right")
-    for one in tables[:SHOWN_TABLES]:
-        table.add_row(
+    rows = [
+        [
             one.name,
             _number(one.seq),
             one.position or "-",
@@ -112,8 +133,10 @@ def _print_tables(stream: StreamStatus) -> None:
             seconds(one.lag_seconds),
             _number(one.events_replicated),
             size(one.bytes_replicated),
-        )
-    console().print(table)
+        ]
+        for one in tables[:SHOWN_TABLES]
+    ]
+    print_columns(_TABLES, rows, indent=2)
     if len(tables) > SHOWN_TABLES:
         console().print(f"  and {len(tables) - SHOWN_TABLES} tables more; --json has all of them, by target")
 
@@ -138,7 +161,8 @@ def _print_beginnings(stream: StreamStatus) -> None:
     """How deliveries began, and what is kept of their targets."""
     for target in stream.targets:
         if target.startup is not None:
-            console().print(f"  target {target.name}: {target.startup['path']}: {target.startup['reason']}")
+            begun = f"began {_time(target.startup['at'])}: {target.startup['path']}: {target.startup['reason']}"
+            console().print(f"  target {target.name}: {begun}")
         restore, last = target.restore, target.snapshot
         if restore is not None and restore["state"] == "failed":
             text = f"not restored from snapshot {restore['id']}: {restore['error']}"
@@ -192,13 +216,13 @@ def _print_comparisons(stream: StreamStatus) -> None:
         last = target.verified
         if last is None:
             continue
-        at = last["compared_at"][:19].replace("T", " ")
+        at = _time(last["compared_at"])
         if last["equal"] is None:
-            console().print(f"  target {target.name}: not compared at {at} UTC: {last['error']}", style="yellow")
+            console().print(f"  target {target.name}: not compared at {at}: {last['error']}", style="yellow")
         elif last["equal"]:
-            console().print(f"  target {target.name}: equal to the source at {at} UTC, {last['position']}")
+            console().print(f"  target {target.name}: equal to the source at {at}, {last['position']}")
         else:
-            text = f"differs from the source since {at} UTC; see it with: millstream verify {stream.name}"
+            text = f"differs from the source since {at}; see it with: millstream verify {stream.name}"
             console().print(f"  target {target.name}: {text}", style="red")
 
 
@@ -220,6 +244,11 @@ def _print_troubles(stream: StreamStatus) -> None:
             out.print(f"  {who}: {error}", style="red")
             if hint:
                 out.print(f"  hint: {hint}")
+
+
+def _time(iso: str) -> str:
+    """Of the text of a time in UTC: 2026-01-31 12:00:00 UTC."""
+    return f"{iso[:19].replace('T', ' ')} UTC"
 
 
 def _number(value: int | None) -> str:

@@ -12,7 +12,7 @@ from millstream.cli.output import Home, Json, console, print_json, report_warnin
 if TYPE_CHECKING:
     from millstream.engine.engine import Engine
 
-Name = Annotated[str, typer.Argument(help="The stream.", show_default=False)]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The stream.", show_default=False)]
 Target = Annotated[str | None, typer.Option(help="Only this target of the stream.")]
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def verify(
-    name: Annotated[str, typer.Argument(help="The stream.", show_default=False)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The stream.", show_default=False)],
     target: Annotated[str | None, typer.Option(help="Only this target of the stream.")] = None,
     table: Annotated[
         list[str] | None, typer.Option(metavar="SCHEMA.TABLE", help="Only this table; may be repeated.")

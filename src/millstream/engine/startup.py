@@ -16,6 +16,7 @@ from millstream.state.base import StateStore
 from millstream.targets.base import Target
 
 RESUME, RESTORE, COLD = "resume", "restore", "cold start"
+NO_SNAPSHOT = "there is no snapshot of it"
 
 Tell = Callable[[str, str, Level, Json], None]
 """kind, message, level, fields"""
@@ -90,7 +91,7 @@ class Startup:
             if unreadable.transient:
                 raise
             failed.append(unreadable.message)
-        self._unusable = failed[0] if failed else "there is no snapshot of it"
+        self._unusable = failed[0] if failed else NO_SNAPSHOT
         return None
 
     def _tried(self, place: SnapshotStore, id: str, failed: list[str]) -> Json | None:
@@ -123,6 +124,7 @@ class Startup:
         if path == COLD and self._unusable:
             why += f"; not from a snapshot: {self._unusable}"
         self.said = {"path": path, "reason": why, "seq": seq, "at": datetime.now(UTC).isoformat()}
-        level = Level.WARNING if path == COLD and self._unusable else Level.INFO
+        # A first start has no snapshot to begin with; one that is there and cannot be used is worth a look.
+        level = Level.WARNING if path == COLD and self._unusable not in ("", NO_SNAPSHOT) else Level.INFO
         self._tell("delivery.startup", f"{path}: {why}", level, {"path": path, "reason": why, "seq": seq})
         self._path, self._reason, self._unusable = None, "", ""
