@@ -12,7 +12,7 @@ import pytest
 
 from millstream.errors import SourceHalted, SourceUnavailable
 from millstream.sources.base import Block
-from millstream.sources.postgres import slot, source
+from millstream.sources.postgres import slot
 from tests.fixtures.capture import SECONDS, Driver, Oracle, drive, facts
 from tests.fixtures.postgres import Database
 
@@ -301,12 +301,9 @@ def test_a_server_that_does_not_answer_holds_up_no_close(
         capture.connect()
 
 
-def test_a_publication_that_is_changed_while_we_read_halts(
-    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(source, "WATCH_SECONDS", 0.1)
+def test_a_publication_that_is_changed_while_we_read_halts(database: Database, tmp_path: Path) -> None:
     database.sql("CREATE TABLE t (id int PRIMARY KEY); CREATE TABLE u (id int PRIMARY KEY)")
-    with drive(database, tmp_path) as capture:
+    with drive(database, tmp_path, options={"watch_interval": "100ms"}) as capture:
         database.sql("INSERT INTO t VALUES (1)")
         capture.catch_up()
         database.sql(f"ALTER PUBLICATION {database.name} DROP TABLE t")

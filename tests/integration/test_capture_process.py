@@ -109,7 +109,7 @@ def test_killed_at_each_durable_step_it_goes_on_without_gap_or_double(
 ) -> None:
     """One journal; each process is killed at another step, and the next one goes on."""
     in_order = ["publication_created", "slot_created", "trigger_installed", "journal_created", "replication_started"]
-    steps = [f"capture.{step}" for step in [*in_order, "block_appended", "committed", "acked", "spooled"]]
+    steps = [f"capture.{step}" for step in [*in_order, "look_saved", "block_appended", "committed", "acked", "spooled"]]
     assert sorted(steps) == sorted(name for name in failpoints() if name.startswith("capture."))
     database.sql(TABLE + "; ALTER TABLE t ALTER v SET STORAGE EXTERNAL")
     monkeypatch.setenv("MILLSTREAM_FAILPOINT_STATE", str(tmp_path))

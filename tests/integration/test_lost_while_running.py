@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from millstream.errors import SourceHalted, SourceUnavailable
-from millstream.observe import Event
 from millstream.sources.postgres import source
 from tests.fixtures.capture import SECONDS, Driver, drive, source_spec
 from tests.fixtures.postgres import Database
@@ -17,9 +16,7 @@ from tests.fixtures.postgres import Database
 pytestmark = pytest.mark.postgres
 
 
-@pytest.fixture(autouse=True)
-def watchful(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "WATCH_SECONDS", 0.1)
+WATCHFUL = {"watch_interval": "100ms"}
 
 
 def read_until_it_halts(capture: Driver) -> str:
@@ -41,7 +38,7 @@ def read_until_it_halts(capture: Driver) -> str:
 def test_a_slot_that_is_lost(any_database: Database, tmp_path: Path) -> None:
     database = any_database
     database.sql("CREATE TABLE t (id int PRIMARY KEY)")
-    with drive(database, tmp_path) as capture:
+    with drive(database, tmp_path, options=WATCHFUL) as capture:
         database.sql("INSERT INTO t VALUES (1)")
         capture.catch_up()
         slot = database.name
@@ -57,7 +54,7 @@ def test_a_slot_that_is_lost(any_database: Database, tmp_path: Path) -> None:
 def test_a_publication_that_is_dropped(any_database: Database, tmp_path: Path) -> None:
     database = any_database
     database.sql("CREATE TABLE t (id int PRIMARY KEY)")
-    with drive(database, tmp_path) as capture:
+    with drive(database, tmp_path, options=WATCHFUL) as capture:
         database.sql("INSERT INTO t VALUES (1)")
         capture.catch_up()
         database.sql(f"DROP PUBLICATION {database.name}; INSERT INTO t VALUES (2)")
@@ -67,7 +64,7 @@ def test_a_publication_that_is_dropped(any_database: Database, tmp_path: Path) -
 
 def test_a_replica_identity_that_tells_nothing_any_more(database: Database, tmp_path: Path) -> None:
     database.sql("CREATE TABLE t (id int PRIMARY KEY, v text); INSERT INTO t VALUES (1)")
-    with drive(database, tmp_path) as capture:
+    with drive(database, tmp_path, options=WATCHFUL) as capture:
         database.sql("UPDATE t SET v = 'a'")
         capture.catch_up()
         database.sql("ALTER TABLE t REPLICA IDENTITY NOTHING")
@@ -82,7 +79,7 @@ SWAP = "BEGIN; ALTER TABLE t RENAME TO t_old; ALTER TABLE t_new RENAME TO t; COM
 
 def test_a_name_that_goes_to_a_table_that_is_not_captured(database: Database, tmp_path: Path) -> None:
     database.sql("CREATE TABLE t (id int PRIMARY KEY); CREATE TABLE t_new (id int PRIMARY KEY)")
-    with drive(database, tmp_path, "public.t") as capture:
+    with drive(database, tmp_path, "public.t", options=WATCHFUL) as capture:
         database.sql("INSERT INTO t VALUES (1)")
         capture.catch_up()
         database.sql(f"{SWAP}; INSERT INTO t VALUES (2)")
@@ -97,7 +94,7 @@ def test_a_name_that_goes_to_a_table_that_is_not_captured(database: Database, tm
 
 def test_a_table_that_is_called_what_nobody_asked_for(database: Database, tmp_path: Path) -> None:
     database.sql("CREATE TABLE t (id int PRIMARY KEY)")
-    with drive(database, tmp_path, "public.t") as capture:
+    with drive(database, tmp_path, "public.t", options=WATCHFUL) as capture:
         database.sql("INSERT INTO t VALUES (1)")
         capture.catch_up()
         database.sql("ALTER TABLE t RENAME TO u")
@@ -106,7 +103,7 @@ def test_a_table_that_is_called_what_nobody_asked_for(database: Database, tmp_pa
 
 def test_names_that_captured_tables_exchange_are_in_their_descriptions(database: Database, tmp_path: Path) -> None:
     database.sql("CREATE TABLE t (id int PRIMARY KEY); CREATE TABLE t_new (id int PRIMARY KEY)")
-    with drive(database, tmp_path) as capture:
+    with drive(database, tmp_path, options=WATCHFUL) as capture:
         database.sql("INSERT INTO t VALUES (1); INSERT INTO t_new VALUES (2)")
         capture.catch_up()
         one, other = (capture.relations[row["relation"] - 1] for row in capture.rows)
@@ -116,33 +113,12 @@ def test_names_that_captured_tables_exchange_are_in_their_descriptions(database:
         assert names[2:] == [(other.oid, "public.t"), (one.oid, "public.t_old")]
 
 
-def test_a_partition_that_goes_or_comes_is_told(database: Database, tmp_path: Path) -> None:
-    database.sql(
-        "CREATE TABLE p (id int PRIMARY KEY) PARTITION BY RANGE (id); CREATE TABLE p_2 (id int PRIMARY KEY); "
-        "CREATE TABLE p_1 PARTITION OF p FOR VALUES FROM (0) TO (100)"
-    )
-    events: list[Event] = []
-    with drive(database, tmp_path, "public.p", events=events) as capture:
-        database.sql("INSERT INTO p VALUES (1)")
-        capture.catch_up()
-        database.sql("ALTER TABLE p DETACH PARTITION p_1")
-        database.sql("ALTER TABLE p ATTACH PARTITION p_2 FOR VALUES FROM (100) TO (200)")
-        deadline = time.monotonic() + SECONDS
-        while not {"source.partition_gone", "source.partition_come"} <= {event.kind for event in events}:
-            assert time.monotonic() < deadline
-            capture.step()
-    told = {event.kind: event.message for event in events}
-    assert "public.p_1 is no partition of public.p any more" in told["source.partition_gone"]
-    assert "public.p_2 is a partition of public.p now" in told["source.partition_come"]
-
-
 def test_a_transaction_that_a_publication_goes_in_the_midst_of_does_not_come_in_part(
-    any_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    any_database: Database, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(source, "WATCH_SECONDS", 3600)
     database = any_database
     database.sql("CREATE TABLE t (id int PRIMARY KEY)")
-    with drive(database, tmp_path) as capture:
+    with drive(database, tmp_path, options={"watch_interval": "1h"}) as capture:
         database.sql("INSERT INTO t VALUES (1)")
         capture.catch_up()
         with database.connect(autocommit=False) as writer:

@@ -61,7 +61,8 @@ class Everywhere:
             self._target("past", "delta", "past", write="changelog"),
         )
         chosen = tuple(target for target in targets if not only or target.name in only.split())
-        source = source_spec(database, *tables)
+        # What happens without a word in the log is found in time by itself: here somebody has to ask for it.
+        source = source_spec(database, *tables, options={"watch_interval": "1h"})
         self.stream = StreamSpec("shop", source, Mode.SNAPSHOT_THEN_CDC, chosen, checkpoint_interval_ms=100)
 
     def _target(self, name: str, kind: str, place: str, **options: str) -> TargetSpec:

@@ -65,3 +65,55 @@ def test_mirrors_follow_a_table_that_is_altered(database: Database, copy: Databa
             {"add_column"},
             {"add_column", "rename_column"},
         ]
+
+
+CONSTANTS = {
+    "bool": "true",
+    "int2": "-7",
+    "int8": "9007199254740993",
+    "real": "0.1",
+    "float8": "'Infinity'",
+    "numeric": "'NaN'",
+    "numeric(12,3)": "1.500",
+    "text": "'it''s \"quoted\", {braced} and ü'",
+    "varchar(9)": "''",
+    "char(4)": "'ab'",
+    "bytea": r"'\x00ff5c'",
+    "date": "'infinity'",
+    "timestamp": "'2026-01-31 12:34:56.789012'",
+    "timestamptz": "'2026-01-31 12:34:56.789012+02'",
+    "time": "'24:00:00'",
+    "interval": "'1 mon -2 days 03:04:05'",
+    "uuid": "'6f1c6a3e-5f0e-4c6e-8a55-0d1d2a3b4c5d'",
+    "jsonb": """'{"a": [1, null, "x"]}'""",
+    "int4[]": "'{1,NULL,3}'",
+    "text[]": """'{"a b",NULL,"c,\\"d\\""}'""",
+    "bit(3)": "'101'",
+    "money": "'12.34'",
+    "mood": "'glad'",
+    "small": "5",
+}
+"""By type a default that is a constant, which Postgres keeps beside the column and not in its rows."""
+
+
+def test_rows_that_are_older_than_a_column_have_constants_of_every_type(
+    database: Database, copy: Database, tmp_path: Path
+) -> None:
+    database.sql("CREATE TYPE mood AS ENUM ('sad', 'glad'); CREATE DOMAIN small AS int")
+    database.sql("CREATE TABLE item (id int PRIMARY KEY, name text)")
+    names = [f"c{number}" for number in range(len(CONSTANTS))]
+    mirrors = Mirrors(tmp_path, copy)
+    with drive(database, tmp_path / "spool") as capture:
+        database.sql("INSERT INTO item VALUES (1, 'untouched')")
+        mirrors.deliver(capture)
+        ((file,),) = database.sql("SELECT relfilenode FROM pg_class WHERE relname = 'item'")
+        for name, (kind, value) in zip(names, CONSTANTS.items(), strict=True):
+            database.sql(f"ALTER TABLE item ADD COLUMN {name} {kind} DEFAULT {value}")
+        assert database.sql("SELECT relfilenode FROM pg_class WHERE relname = 'item'") == [(file,)], "no row is written"
+        # The log brings the same values for a row that is written with them.
+        database.sql("INSERT INTO item VALUES (2, 'written')")
+        mirrors.deliver(capture)
+    for kind, rows in mirrors.rows("item", ["id", *names]).items():
+        (_, *older), (_, *written) = sorted(rows, key=lambda row: row[0])
+        assert dict(zip(CONSTANTS, older, strict=True)) == dict(zip(CONSTANTS, written, strict=True)), kind
+        assert None not in written, kind

@@ -6,6 +6,7 @@ import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from millstream.errors import JournalFull, JournalLocked, PreflightError, Source
 from millstream.journal import JournalReader, JournalWriter, rows
 from millstream.model import AckPolicy, Column, Json, OnLimit, Relation, Retention, SeqRange, SourceSpec
 from millstream.observe import Event
-from millstream.sources.base import CAPTURED, Block, Finding, Registrar, Severity, SourceIdentity
+from millstream.sources.base import CAPTURED, Block, Finding, Found, Look, Registrar, Severity, SourceIdentity
 
 TABLE = Relation(1, "public", "t", "d", (Column("id", 23, key=True),), ("id",), ("id",), enriched=True)
 START = 100
@@ -73,8 +74,9 @@ class ListSource:
         self.calls.append("prepare")
         return SourceIdentity(self.kind, {"who": "me"}, self.start)
 
-    def recall(self, descriptions: Sequence[Relation], end: int) -> None:
-        pass
+    def recall(self, descriptions: Sequence[Relation], end: int, look: Json | None = None) -> None:
+        if look is not None:
+            self.calls.append(("recall", look["state"], look["position"]))
 
     def check(self, identity: SourceIdentity, end: int) -> SourceIdentity:
         self.calls.append(("check", dict(identity.facts), end))
@@ -171,6 +173,25 @@ def test_a_first_start_prepares_and_begins_where_the_source_does(rig: Rig) -> No
     assert rig.rows() == [(1, 200, 0), (2, 200, 1), (3, 300, 0)]
     assert JournalReader([str(rig.path)]).header().start_position == START
     assert rig.heard.statuses[-1]["end"] == rig.end == 308
+
+
+def look(position: int, *found: Found) -> Block:
+    return Block(look=Look({"seen": position}, position - 50, position, datetime(2026, 1, 31, tzinfo=UTC), found))
+
+
+def test_what_a_look_at_the_catalog_found_stands_behind_the_changes_before_it(rig: Rig) -> None:
+    emptied = Found("partition_truncated", "public.p", 7, "public.p_1", copies=True)
+    rig.run([look(150), changes(200, 2), look(250, emptied), changes(300)])
+    (found,) = JournalReader([str(rig.path)]).catalog_changes()
+    assert (found.number, found.kind, found.table, found.part) == (1, "partition_truncated", "public.p", "public.p_1")
+    assert (found.since, found.position, found.seq, found.copies) == (200, 250, 2, True)
+    assert [event.fields["id"] for event in rig.heard.events if event.kind == "source.catalog_changed"] == ["c1"]
+    source = rig.run([look(400, Found("drop_table", "public.t", 1))])
+    assert ("recall", {"seen": 250}, 250) in source.calls
+    assert [(one.number, one.kind, one.seq) for one in JournalReader([str(rig.path)]).catalog_changes()] == [
+        (1, "partition_truncated", 2),
+        (2, "drop_table", 3),
+    ]
 
 
 def test_a_later_start_goes_on_from_the_journals_end(rig: Rig) -> None:

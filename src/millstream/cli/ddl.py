@@ -21,7 +21,7 @@ ddl = typer.Typer(
 )
 
 Stream = Annotated[str, typer.Argument(metavar="NAME", help="Name of the stream.", show_default=False)]
-Id = Annotated[int, typer.Argument(metavar="ID", help="The change, by its number in `ddl list`.", show_default=False)]
+Id = Annotated[str, typer.Argument(metavar="ID", help="The change, by its id in `ddl list`.", show_default=False)]
 
 
 @ddl.command(name="list")
@@ -52,7 +52,11 @@ def show(name: Stream, id: Id, home: Home = None, json: Json = False) -> None:
     for key in ("stream", "id", "table", "version", "state", "policy", "decided_at", "fingerprint"):
         out.print(f"{key.replace('_', ' ')}: {'-' if found[key] is None else found[key]}")
     place = found["checkpoint"]
-    out.print(f"delivered before it: up to seq {place['seq']}; its position {place['position']}, {place['at']}")
+    if found["since"] is None:
+        out.print(f"delivered before it: up to seq {place['seq']}; its position {place['position']}, {place['at']}")
+    else:
+        out.print(f"found in the catalog {place['at']}, at seq {place['seq']}")
+        out.print(f"committed between {found['since']} and {place['position']}")
     for change in found["changes"]:
         column, was, now = (change[part] for part in ("column", "before", "after"))
         out.print(f"  {change['kind']} {column or ''}: {was or '-'} -> {now or '-'}")
@@ -72,7 +76,7 @@ def reject(name: Stream, id: Id, home: Home = None, json: Json = False) -> None:
     _decide(home, name, id, approved=False, json=json)
 
 
-def _decide(home: str | None, name: str, id: int, *, approved: bool, json: bool) -> None:
+def _decide(home: str | None, name: str, id: str, *, approved: bool, json: bool) -> None:
     found = _engine(home).decide_ddl(name, id, approved=approved)
     print_json(found.to_json()) if json else console().print(f"{id}: {found.state}")
 
@@ -101,6 +105,7 @@ def _print(found: list[DdlEvent]) -> None:
     for one in found:
         targets = ", ".join(f"{target} {receipt}" for target, receipt in one.receipts.items())
         at, words = f"{one.version.checkpoint.wall:%Y-%m-%d %H:%M:%S}", [c.in_words() for c in one.version.changes]
-        where = (str(one.id), one.version.table, str(one.version.version), one.state, one.policy.value, at)
+        version = str(one.version.version or "-")
+        where = (str(one.id), one.version.table, version, one.state, one.policy.value, at)
         rows.append([*where, targets, "; ".join(words)])
     print_columns(_LISTED, rows)

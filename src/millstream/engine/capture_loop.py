@@ -23,7 +23,7 @@ from millstream.journal.format import SEGMENT_BYTES
 from millstream.journal.writer import JournalWriter, journal_exists
 from millstream.model import AckPolicy, Json
 from millstream.observe import Event, Level
-from millstream.sources.base import Block, Severity, Source, SourceIdentity
+from millstream.sources.base import Block, Look, Severity, Source, SourceIdentity
 
 COMMIT_SECONDS = 0.025
 """Rows wait no longer than this for their commit,"""
@@ -83,7 +83,7 @@ class CaptureLoop:
 
     def _stream(self, writer: JournalWriter, backoff: Backoff) -> None:
         """Capture until told to stop, or until the connection is lost."""
-        self._source.recall(writer.described, writer.end)
+        self._source.recall(writer.described, writer.end, writer.look)
         self._bind(writer, self._source.check(_identity(writer), writer.end))
         try:
             for block in self._source.capture(writer.end, writer.register):
@@ -94,6 +94,8 @@ class CaptureLoop:
                 self._append(writer, block)
                 if block.open_transaction:
                     continue
+                if block.look is not None:
+                    self._note_look(writer, block.look)
                 if self._between(writer, block):
                     return
                 if self._retainer.full:
@@ -111,6 +113,15 @@ class CaptureLoop:
             writer.bind(identity.facts)
             said = f"another server took the place of source {self._spec.name}, and has all that the journal has"
             self._event("capture.source_moved", said, Level.WARNING, changed=changed, position=writer.end)
+
+    def _note_look(self, writer: JournalWriter, look: Look) -> None:
+        """What a look at the catalog found stands in the journal behind every change that was committed before it."""
+        self._commit(writer, now=True)
+        for found in writer.note_look(look):
+            what = f"{found.kind} of {found.table}" + (f": {found.part}" if found.part else "")
+            fields = {"id": f"c{found.number}", "change": found.kind, "table": found.table, "partition": found.part}
+            self._event("source.catalog_changed", f"{what}: no change tells of it", Level.WARNING, **fields)
+        failpoint("capture.look_saved")
 
     def _between(self, writer: JournalWriter, block: Block) -> bool:
         """Everything that is done between two transactions. True when it is time to stop."""

@@ -7,11 +7,13 @@ from datetime import UTC, datetime
 
 from millstream.engine.gate import events
 from millstream.engine.home import Home
+from millstream.engine.receipts import forget_failures
 from millstream.errors import ConfigError
 from millstream.journal import JournalReader, journal_exists
 from millstream.model import StreamSpec
 from millstream.registry.ddl import DdlEvent
 from millstream.registry.kinds import Decided, Decision
+from millstream.registry.noticed import Noticed
 from millstream.spark.tables import OwnTables
 from millstream.state.base import StateStore
 
@@ -26,19 +28,24 @@ def events_of(home: Home, store: StateStore, stream: StreamSpec) -> list[DdlEven
     return events(stream, JournalReader([str(path)]), tables, store)
 
 
-def one_of(found: Sequence[DdlEvent], stream: str, id: int) -> DdlEvent:
+def one_of(found: Sequence[DdlEvent], stream: str, id: int | str) -> DdlEvent:
     """The event with this number."""
     for one in found:
-        if one.id == id:
+        if str(one.id) == str(id):
             return one
     raise ConfigError(f"stream {stream} has no schema change {id}", hint=f"see `millstream ddl list {stream}`")
 
 
-def decide(home: Home, store: StateStore, stream: StreamSpec, id: int, *, approved: bool) -> None:
-    """Write a decision down. Raises ConfigError for a change that every target has: nothing could come of it."""
+def decide(home: Home, store: StateStore, stream: StreamSpec, id: int | str, *, approved: bool) -> None:
+    """Write a decision down. Raises ConfigError for a change that every target has: nothing could come of it.
+
+    What has failed of it at a target is tried again once it is approved.
+    """
     found = one_of(events_of(home, store, stream), stream.name, id)
     if found.state == "applied":
         raise ConfigError(f"schema change {id} of stream {stream.name} is applied at every target already")
     journal = JournalReader([str(home.journal_path(stream.source.name))]).header().journal_id
     decision = Decision.APPROVED if approved else Decision.REJECTED
-    store.decide_ddl(stream.name, journal, id, Decided(decision, datetime.now(UTC)))
+    store.decide_ddl(stream.name, journal, found.key, Decided(decision, datetime.now(UTC)))
+    if approved and isinstance(found.version, Noticed):
+        forget_failures(store, stream.name, journal, found.version.number)

@@ -26,6 +26,7 @@ from millstream.engine.delivery_errors import check_spark, ended_by, is_transien
 from millstream.engine.gate import GATE_SECONDS, AtGate, Gate
 from millstream.engine.letters import LetterBox
 from millstream.engine.opening import Opened, Opening, from_micros
+from millstream.engine.reload import can_reload
 from millstream.engine.reloading import Reloading
 from millstream.engine.replaying import Replaying, ReplayStopped
 from millstream.engine.startup import Startup
@@ -108,7 +109,7 @@ class DeliveryQuery:
             NoJournal(stream.source) if stream.mode is Mode.SNAPSHOT else None,
         )
         self._startup = Startup(stream, target_spec, target, store, self._opening.journal, self._emit)
-        self._gate = Gate(stream, locations, store, tables)
+        self._gate = Gate(stream, target_spec.name, locations, store, tables, reloads=can_reload(target))
         self._gated = False
         self._replaying = Replaying(stream, target_spec, target, store, self._emit)
         self._turns = Turns()

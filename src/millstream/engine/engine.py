@@ -348,13 +348,13 @@ class Engine(EngineSnapshots):
                 return []
             return events_of(self._home, store, from_definition(store.get_stream(name) or {}))
 
-    def ddl_event(self, name: str, id: int) -> DdlEvent:
+    def ddl_event(self, name: str, id: int | str) -> DdlEvent:
         """One of them. Raises ConfigError if there is none."""
         from millstream.engine.ddl import one_of
 
         return one_of(self.ddl_events(name), name, id)
 
-    def decide_ddl(self, name: str, id: int, *, approved: bool) -> DdlEvent:
+    def decide_ddl(self, name: str, id: int | str, *, approved: bool) -> DdlEvent:
         """Approve a schema change, so that it is delivered, or reject it. May be said again, and otherwise."""
         if self.is_running:
             self._do(lambda operations: operations.decide_ddl(name, id, approved=approved))

@@ -18,6 +18,7 @@ from millstream.config.kinds import is_mirror
 from millstream.engine.commit import ack_position
 from millstream.engine.deletion import Deletion
 from millstream.engine.fit import open_target
+from millstream.engine.following import Following
 from millstream.engine.home import Home
 from millstream.engine.leaving import Leaving
 from millstream.engine.redelivery import Outcome, Redelivery
@@ -56,11 +57,14 @@ class Operations:
         self._observer = observer
         self._running = running
         self._leaving = Leaving(running) if running is not None else None
+        self._following = Following(home, store, self._copy_anew, observer)
 
     def serve(self) -> None:
-        """Go on with what was begun and waited for batches to end."""
+        """Go on with what was begun and waited for batches to end; begin what sources' catalogs ask for."""
         if self._leaving is not None:
             self._leaving.serve()
+        if self._running is not None:
+            self._following.serve([member.spec for member in self._running.members])
 
     def streams(self) -> list[StreamSpec]:
         """The streams of the home, except for those that are being deleted."""
@@ -85,6 +89,7 @@ class Operations:
                         # Another place, perhaps: whether it can go on is seen when it is opened.
                         self._store.set_needs_reload(stream.name, target["name"], None)
                 if before is not None:
+                    self._following.settle(from_definition(before))
                     ask_for_added(self._store, stream, before)
                 self._store.put_stream(stream.name, described)
                 failpoint("engine.stream_saved")
@@ -134,7 +139,7 @@ class Operations:
             self._running.report()
         self._tell("stream.resumed", f"{self._what(name, target)} goes on", name, target)
 
-    def decide_ddl(self, name: str, id: int, *, approved: bool) -> None:
+    def decide_ddl(self, name: str, id: int | str, *, approved: bool) -> None:
         """Approve or reject a schema change. Delivery that waits for it finds out; what has failed is tried again."""
         from millstream.engine.ddl import decide
 
@@ -189,6 +194,7 @@ class Operations:
 
         Raises NotSupported, NotReady and ConfigError before anything is changed.
         """
+        self._following.settle(self._spec(name))
         targets = self._targets(name, target)
         reload = Reload(self._store, self._spec(name), targets, asked)
         reload.check()
@@ -202,6 +208,16 @@ class Operations:
         what = ", ".join(asked.names) or "every table"
         what = what if asked.where is None else f"{what} where {asked.where}"
         self._tell("stream.reloading", f"{self._what(name, target)} gets {what} anew", name, target)
+
+    def _copy_anew(self, stream: StreamSpec, target: str, table: str) -> bool:
+        """Have a target get a table anew, since the catalog says that rows of it came, went or changed.
+
+        False if that has to wait. Raises what keeps it from that for good.
+        """
+        if self._running is not None and self._running.comparing(stream.name):
+            return False
+        self.reload(stream.name, AskedTables((table,)), target)
+        return True
 
     def _recapture(self, source: str) -> None:
         """Start a source's capture anew: tables that were created since are captured from then on."""

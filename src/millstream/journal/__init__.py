@@ -4,6 +4,7 @@ from millstream.journal.cursors import check_cursor
 from millstream.journal.describe import JournalSummary, SegmentSummary, describe, rows
 from millstream.journal.format import JOURNAL, Head, Header, Slice
 from millstream.journal.index import Cut
+from millstream.journal.looks import CatalogChange
 from millstream.journal.places import Earliest
 from millstream.journal.pruned import Pruned
 from millstream.journal.reader import JournalReader, Planned, Retained
@@ -15,6 +16,7 @@ from millstream.journal.writer import JournalWriter, journal_exists
 
 __all__ = [
     "JOURNAL",
+    "CatalogChange",
     "Cut",
     "Earliest",
     "Head",

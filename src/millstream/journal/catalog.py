@@ -17,6 +17,9 @@ from millstream.journal.files import HEAD
 from millstream.journal.format import HEAD_BYTES, Head, Header
 from millstream.journal.index import CUTS, INDEX, Records
 from millstream.journal.locations import Locations
+from millstream.journal.looks import FILE as LOOKS
+from millstream.journal.looks import CatalogChange
+from millstream.journal.looks import parse as parse_looks
 from millstream.journal.manifest import FILE as MANIFEST
 from millstream.journal.manifest import Entry, Manifest
 from millstream.journal.pruned import Pruned
@@ -33,6 +36,7 @@ _KEPT = 32
 """Index and cut files of closed segments that are kept in memory, each."""
 
 _HEAD_TRIES = 100
+_LOOK_TRIES = 5
 
 
 class View(NamedTuple):
@@ -85,6 +89,7 @@ class Catalog:
         self._relations: dict[int, Relation] = {}
         self._relations_bytes = 0
         self._schemas: tuple[bytes, list[InForce]] = b"", []
+        self._changes: tuple[bytes, list[CatalogChange]] = b"", []
         self._kept: OrderedDict[str, Records] = OrderedDict()
         self._growing: dict[str, Records] = {}
 
@@ -257,6 +262,23 @@ class Catalog:
             # Whoever delivers looks with every batch, nearly always at the same lines.
             self._schemas = raw, parse_schemas(raw)
         return [one for one in self._schemas[1] if one.seq <= head.seq]
+
+    def changes(self) -> list[CatalogChange]:
+        """What happened to tables without a word in the log, in the order in which it was found."""
+        for left in reversed(range(_LOOK_TRIES)):
+            try:
+                raw = self._files.read_all(LOOKS)
+            except FileNotFoundError:
+                return []
+            try:
+                if self._changes[0] != raw:
+                    self._changes = raw, parse_looks(raw)[1]
+                break
+            except JournalCorrupt:
+                # A large one is read in pieces, and may have been replaced between two of them.
+                if not left:
+                    raise
+        return list(self._changes[1])
 
 
 def _closed(entries: Sequence[Entry]) -> Iterator[View]:

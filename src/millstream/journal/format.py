@@ -8,6 +8,8 @@
       manifest.json        the closed segments, replaced when one is closed, sealed or retired
       pruned.json          the last seq that retention removed, if it has removed any
       relations.jsonl      one description a line, once per content, the line number is its id
+      schemas.jsonl        since which change each description was in force
+      catalog.json         the last look at the source's catalog, and what was found without a word in the log
       segments/
         N.arrows           open form: an Arrow IPC stream in commit order, mixed relations; many rows that
                            were committed at once are in runs of one relation each

@@ -16,6 +16,7 @@ from millstream.journal.backlog import Backlog, backlog
 from millstream.journal.catalog import Catalog, View
 from millstream.journal.format import Head, Header, Slice
 from millstream.journal.index import CUT_ROWS, Cut, to_cut
+from millstream.journal.looks import CatalogChange
 from millstream.journal.places import Earliest
 from millstream.journal.pruned import Pruned
 from millstream.journal.schema_rows import from_rows
@@ -95,6 +96,10 @@ class JournalReader:
         """Since when the descriptions of visible rows, also of pruned ones, were in force; in order of seq."""
         written = self._catalog.schemas(self._visible())
         return self.schemas_of_rows() if written is None else written
+
+    def catalog_changes(self) -> list[CatalogChange]:
+        """What happened to tables without a word in the log, in the order in which it was found."""
+        return self._catalog.changes()
 
     def schemas_of_rows(self) -> list[InForce]:
         """The same, as far as the retained rows themselves tell it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +26,7 @@ from millstream.journal.files import (
 from millstream.journal.format import SEGMENT_BYTES, Head, Header
 from millstream.journal.index import CUTS, INDEX
 from millstream.journal.lock import WriterLock, next_epoch
+from millstream.journal.looks import CatalogChange, LookFile
 from millstream.journal.manifest import Entry, Manifest
 from millstream.journal.pending import FLUSH_BYTES, Pending
 from millstream.journal.pruned import Pruned
@@ -37,8 +38,8 @@ from millstream.journal.schemas import DEFAULT_TENANT, SchemaLog
 from millstream.journal.sealing import Sealed, Sealer
 from millstream.journal.segment import EVERY_FORM, OPEN_FORM, remove_segment, segment_name
 from millstream.journal.tail import Tail
-from millstream.model import Relation, Retention
-from millstream.sources.base import Block
+from millstream.model import Json, Relation, Retention
+from millstream.sources.base import Block, Look
 
 
 def journal_exists(path: Path) -> bool:
@@ -87,6 +88,7 @@ class JournalWriter:
         self.head = self._publish()
         tables, reader = [one.table for one in self._relations.described], JournalReader([str(path)])
         self._schemas = SchemaLog(path, tables, state.end.seq, tenant, reader.schemas_of_rows)
+        self._looks = LookFile(path)
 
     @classmethod
     def create(
@@ -255,6 +257,17 @@ class JournalWriter:
         self.head = self._publish()
         failpoint("journal.head_published")
         return self.head
+
+    @property
+    def look(self) -> Json | None:
+        """The last look at the source's catalog that is durable (`state`, `position`, `at`)."""
+        return self._looks.look
+
+    def note_look(self, look: Look) -> Sequence[CatalogChange]:
+        """Make a look at the source's catalog durable; returns what it found. Nothing may be pending."""
+        if self._pending.bytes:
+            raise JournalError("a look at the catalog comes when everything before it is committed")
+        return self._looks.note(look, self.head.seq)
 
     def _write_rows(self) -> None:
         """Write pending rows as record batches, rolling where a segment is full."""

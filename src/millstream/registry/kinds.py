@@ -30,6 +30,17 @@ class Kind(enum.StrEnum):
     GENERATED = "generated"
     LABELS = "labels"
     """The labels of an enum."""
+    DROP_TABLE = "drop_table"
+    """This one and those that follow are in no log: who looks at the catalog finds them."""
+    PARTITION_ATTACHED = "partition_attached"
+    PARTITION_DETACHED = "partition_detached"
+    PARTITION_DROPPED = "partition_dropped"
+    PARTITION_TRUNCATED = "partition_truncated"
+    """Or written anew as it was: the catalog does not tell these apart."""
+    REWRITE = "rewrite"
+    """The table was altered and written anew: rows may have other values."""
+    MAYBE_ALTER = "alter?"
+    """The table was altered once more before capture came to it: nobody can say what older rows got by it."""
 
 
 class Policy(enum.StrEnum):
@@ -44,8 +55,16 @@ class Policy(enum.StrEnum):
     """It fails there; once it is approved and resumed it goes on."""
 
 
-IGNORABLE = frozenset({Kind.IDENTITY, Kind.NULLABILITY, Kind.DEFAULT, Kind.GENERATED, Kind.LABELS})
-"""Kinds by which no target's columns, rows or keys become others."""
+NOTICED = frozenset(
+    {
+        *(Kind.CREATE_TABLE, Kind.DROP_TABLE, Kind.REWRITE, Kind.MAYBE_ALTER, Kind.PARTITION_ATTACHED),
+        *(Kind.PARTITION_DETACHED, Kind.PARTITION_DROPPED, Kind.PARTITION_TRUNCATED),
+    }
+)
+"""Kinds that a look at the catalog finds. Ignored, targets keep the rows that they have."""
+
+IGNORABLE = NOTICED | {Kind.IDENTITY, Kind.NULLABILITY, Kind.DEFAULT, Kind.GENERATED, Kind.LABELS}
+"""Those, and kinds by which no target's columns, rows or keys become others."""
 
 
 class Decision(enum.StrEnum):

@@ -81,6 +81,33 @@ class SourceIdentity:
 
 
 @dataclass(frozen=True)
+class Found:
+    """Something that happened to a table without a word in the log. `kind` is one of `registry.kinds.Kind`."""
+
+    kind: str
+    table: str
+    oid: int
+    part: str | None = None
+    """The partition that it is about, if it is."""
+    copies: bool = False
+    """Whether rows came, went or changed by it: only a copy of the table brings that to targets."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the source's catalog is like, and what has happened since the look before that the log does not tell."""
+
+    state: Json
+    """The source's own: the next look is compared with it."""
+    since: int
+    """The log's end at the look before,"""
+    position: int
+    """and after this one: what was found was committed between them."""
+    at: datetime
+    found: tuple[Found, ...] = ()
+
+
+@dataclass(frozen=True)
 class Block:
     """A piece of the log, ready to be appended.
 
@@ -91,12 +118,15 @@ class Block:
     `progress` is a position that is covered once this block and all before it are durable, though
     no row stands for it; it is never inside a transaction.
     `behind` says that much more is there already: its rows need not be visible at once.
+    `look` is made durable once this block and all before it are; it comes between transactions, and everything that
+    was committed before its position has come by then.
     """
 
     rows: pa.RecordBatch | None = None
     open_transaction: bool = False
     progress: int | None = None
     behind: bool = False
+    look: Look | None = None
 
 
 @dataclass(frozen=True)
@@ -178,8 +208,11 @@ class Source(Protocol):
         the place of the one before, and the caller makes it durable before the first row.
         """
 
-    def recall(self, descriptions: Sequence[Relation], end: int) -> None:
-        """All descriptions that the journal has, in the order in which they came, and its end: before each `check`."""
+    def recall(self, descriptions: Sequence[Relation], end: int, look: Json | None = None) -> None:
+        """All descriptions that the journal has, in the order in which they came, and its end: before each `check`.
+
+        `look`: the last one that is durable (`state`, `position`, `at`); None if there was none.
+        """
 
     def capture(self, start: int, register: Registrar) -> Iterator[Block]:
         """Yield everything committed after `start`, in commit order, for ever.

@@ -103,6 +103,12 @@ class PostgresOptions(_Keys):
         ge=100,
         description="How often the server hears from us, at least. Keep it well below the server's wal_sender_timeout.",
     )
+    watch_interval: Duration = Field(
+        60_000,
+        ge=100,
+        description="How often the catalog is looked at: for what becomes of publications, and for what happens to "
+        "tables and partitions without a word in the log.",
+    )
     connect_timeout: Duration = Field(
         10_000, ge=1000, description="How long one attempt to connect may take; whole seconds."
     )

@@ -26,7 +26,6 @@ from millstream.sources.postgres.connection import (
     connect_session,
     translated,
 )
-from millstream.sources.postgres.leaves import Leaves, read_leaves, told
 from millstream.sources.postgres.lsn import format_lsn
 from millstream.sources.postgres.membership import Publication
 from millstream.sources.postgres.options import PostgresOptions
@@ -38,10 +37,9 @@ from millstream.sources.postgres.session import Session
 from millstream.sources.postgres.slot import ensure_slot, lock_source, release_source, slot_info
 from millstream.sources.postgres.spool import Spool
 from millstream.sources.postgres.streamed import StreamedAssembler
+from millstream.sources.postgres.watching import Watcher
 from millstream.sources.postgres.wire import check_wire
 
-WATCH_SECONDS: Final = 60.0
-"""How often the publications are compared with what they were, besides when capture begins."""
 STATUS_SECONDS: Final = 1.0
 """A status is not asked again sooner than this."""
 
@@ -73,7 +71,9 @@ class PostgresSource:
         """By number of the table what the trigger last told of it,"""
         self._known: dict[int, Relation] = {}
         """and what was last known of it at all."""
-        self._leaves: Leaves | None = None
+        self._look: Json | None = None
+        self._recalled: tuple[Relation, ...] = ()
+        """The last look, and the descriptions, that the journal has."""
         self._acked = 0
         self._status: Json = {}
         self._status_at = float("-inf")
@@ -122,8 +122,9 @@ class PostgresSource:
             self._keep_trigger(control, changed=bool(plan.statements))
         return found
 
-    def recall(self, descriptions: Sequence[Relation], end: int) -> None:
+    def recall(self, descriptions: Sequence[Relation], end: int, look: Json | None = None) -> None:
         """What the trigger has told up to the journal's end; of other tables the catalog is asked."""
+        self._look, self._recalled = look, tuple(descriptions)
         self._known = {one.oid: one for one in descriptions if one.enriched}
         told = (one for one in descriptions if one.told_at is not None and one.told_at < end)
         self._told = {one.oid: one for one in told if self._options.ddl_trigger}
@@ -145,6 +146,8 @@ class PostgresSource:
     def capture(self, start: int, register: Registrar) -> Iterator[Block]:
         """Everything that commits after `start`. Call `check` for the same position first."""
         control, stream = self._connections()
+        watcher = Watcher(control, self._options, self._spec.tables, self._look)
+        watcher.recall(self._recalled)
 
         def describe(relation: Relation) -> int:
             described = self._told.get(relation.oid)
@@ -155,7 +158,9 @@ class PostgresSource:
                 self._known[relation.oid] = described
             described = replace(described, types=self._options.types.chosen)
             check_wire(described, self._options.wire, control.info.server_version)
-            return register(described)
+            number = register(described)
+            watcher.describe(number, described)
+            return number
 
         def hear(message: bytes, position: int) -> None:
             told = ddl_trigger.told(message, control, self._options)
@@ -179,16 +184,19 @@ class PostgresSource:
         self._stream = None  # it is the reading's from here on
         reading.acknowledge(self._acked)
         self._heard_at, self._watched_at = time.monotonic(), float("-inf")
-        self._look_at_partitions(control)
         self._heard = start
         for block in reading.blocks():
             if self._left_out is not None:
                 # Before the block: it may have a part of the transaction in which the publication went.
                 raise self._drifted(control) or drift_error([self._left_out], self._options)
+            watcher.hear(block)
             yield block
             if not block.open_transaction:
                 self._beat(control, assembler.received)
                 self._watch(control)
+                look = watcher.look(assembler.received)
+                if look is not None:
+                    yield Block(look=look)
 
     def ack(self, position: int) -> None:
         """Acknowledge with the next status update, which is at most 100 ms away while capture streams."""
@@ -283,10 +291,9 @@ class PostgresSource:
 
     def _watch(self, control: Connection) -> None:
         now = time.monotonic()
-        if now - self._watched_at < WATCH_SECONDS or self._published is None:
+        if now - self._watched_at < self._options.watch_interval / 1000 or self._published is None:
             return
         self._watched_at = now
-        self._look_at_partitions(control)
         drifted = self._drifted(control)
         if drifted is not None:
             raise drifted
@@ -297,12 +304,6 @@ class PostgresSource:
             return None
         reasons = watch_publications(control, self._options, self._published, self._spec.tables)
         return drift_error(reasons, self._options) if reasons else None
-
-    def _look_at_partitions(self, control: Connection) -> None:
-        now = read_leaves(control, self._options.publications)
-        for event in told(self._leaves or now, now):
-            self._tell(event)
-        self._leaves = now
 
     def _ask(self, control: Connection) -> Json:
         info = slot_info(control, self._options.slot)

@@ -69,7 +69,7 @@ class ScriptedSource:
             raise SourceHalted(f"the script ends before {end}: it is not the one that was captured")
         return identity
 
-    def recall(self, descriptions: Sequence[Relation], end: int) -> None:
+    def recall(self, descriptions: Sequence[Relation], end: int, look: Json | None = None) -> None:
         """A script says everything of its tables each time."""
 
     def capture(self, start: int, register: Registrar) -> Iterator[Block]:

@@ -1,0 +1,118 @@
+"""Looks at the catalog from time to time, and holds what is different against what the log has told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+import numpy as np
+
+from millstream.model import Json, Op, Relation
+from millstream.registry.kinds import Kind
+from millstream.sources.base import Block, Look
+from millstream.sources.postgres import looks
+from millstream.sources.postgres.connection import Connection, translated
+from millstream.sources.postgres.options import PostgresOptions
+from millstream.sources.postgres.pgoutput import HEARTBEAT_PREFIX
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A look that is different from the one before. What the log tells up to its position decides what it means."""
+
+    state: Json
+    position: int
+    at: datetime
+
+
+@dataclass
+class Watcher:
+    """One connection's looks. A look is compared when the log has come to where it ended when the look was taken."""
+
+    conn: Connection
+    options: PostgresOptions
+    patterns: Sequence[str]
+    last: Json | None
+    """The last look that was handed out: `state`, `position`, `at`."""
+    _unsure: dict[int, set[int]] = field(default_factory=dict)
+    """By table the ids of those of its descriptions that the catalog could not complete,"""
+    _doubted: set[int] = field(default_factory=set)
+    """and the tables that got such a one since the last look."""
+    _looked_at: float = float("-inf")
+    _waiting: _Waiting | None = None
+    _tables: dict[int, int] = field(default_factory=dict)
+    """By the journal's id of a description the number of its table."""
+    _truncated: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(table, transaction) of the truncates that the last look may not have seen, with their commit positions."""
+
+    def recall(self, descriptions: Sequence[Relation]) -> None:
+        """What the journal has. What a process that was killed did not come to tell is doubted still."""
+        for id, one in enumerate(descriptions, start=1):
+            if not one.enriched:
+                self._unsure.setdefault(one.oid, set()).add(id)
+        if self.last is not None:
+            seen = self.last["state"]["unsure"]
+            self._doubted |= {oid for oid, ids in self._unsure.items() if len(ids) > seen.get(str(oid), 0)}
+
+    def describe(self, id: int, relation: Relation) -> None:
+        """Rows with this id have this description."""
+        self._tables[id] = relation.oid
+        if not relation.enriched:
+            self._unsure.setdefault(relation.oid, set()).add(id)
+            self._doubted.add(relation.oid)
+
+    def hear(self, block: Block) -> None:
+        """Note the truncates of a block."""
+        if block.rows is None:
+            return
+        op = block.rows.column("op")
+        codes = np.frombuffer(op.buffers()[1], np.uint8)[op.offset : op.offset + len(op)]
+        for at in np.flatnonzero(codes == Op.TRUNCATE).tolist():
+            names = ("relation", "txid", "commit_position")
+            relation, txid, position = (block.rows.column(name)[at].as_py() for name in names)
+            self._truncated[self._tables.get(relation, 0), txid] = position
+
+    def look(self, received: int) -> Look | None:
+        """A look that the journal shall keep, if there is one by now. `received`: how far the log has come."""
+        clock = time.monotonic()
+        if self._waiting is None and clock - self._looked_at >= self.options.watch_interval / 1000:
+            self._looked_at = clock
+            self._take()
+        waiting = self._waiting
+        if waiting is None or (self.last is not None and received < waiting.position):
+            return None
+        self._waiting = None
+        before = self.last or {"state": waiting.state, "position": waiting.position}
+        found = looks.compare(self.conn, before["state"], waiting.state, self._truncated)
+        found += looks.doubts(waiting.state, self._doubted - {one.oid for one in found if one.kind == Kind.REWRITE})
+        self._doubted.clear()
+        self._forget(waiting.position)
+        state = {**waiting.state, "unsure": self._counts()}
+        self.last = {"state": state, "position": waiting.position, "at": waiting.at.isoformat()}
+        return Look(state, before["position"], waiting.position, waiting.at, tuple(found))
+
+    def _counts(self) -> Json:
+        return {str(oid): len(ids) for oid, ids in self._unsure.items()}
+
+    def _forget(self, position: int) -> None:
+        """What was truncated before a look is in it."""
+        self._truncated = {one: commit for one, commit in self._truncated.items() if commit >= position}
+
+    def _take(self) -> None:
+        """Read the catalog. If nothing is different there is nothing to wait for, and to keep."""
+        state = {**looks.read(self.conn, self.options.publications, self.patterns), "unsure": self._counts()}
+        with translated("asking for the end of the log"):
+            # What is visible may not be flushed yet, where commits do not wait for that.
+            row = self.conn.execute("SELECT (pg_current_wal_insert_lsn() - '0/0')::int8").fetchone()
+        position = int(row[0]) if row else 0
+        if self.last is not None and state == self.last["state"] and not self._doubted:
+            self.last = {**self.last, "position": position}
+            self._forget(position)
+            return
+        self._waiting = _Waiting(state, position, datetime.now(UTC))
+        if self.last is not None and self.options.heartbeat_interval:
+            # So that the log comes to that position soon, also where nobody writes.
+            with translated("writing a heartbeat"):
+                self.conn.execute("SELECT pg_logical_emit_message(false, %s, '')", (HEARTBEAT_PREFIX,))

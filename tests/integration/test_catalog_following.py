@@ -1,0 +1,137 @@
+"""What only the catalog tells is brought to targets: tables are copied anew, by themselves or when somebody says so."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from deltalake import DeltaTable
+
+from millstream import Engine, Mode, StreamState
+from millstream.journal import JournalReader
+from millstream.registry.versions import Registry
+from tests.fixtures.engines import await_that
+from tests.fixtures.postgres import Database
+from tests.integration.test_reload import TABLES, Everywhere
+
+pytestmark = pytest.mark.postgres
+
+
+def watchful(shop: Everywhere, **ddl: str) -> Everywhere:
+    """The stream, with a short time between two looks."""
+    source = replace(shop.stream.source, options={**shop.stream.source.options, "watch_interval": "200ms"})
+    shop.stream = replace(shop.stream, source=source, ddl=tuple(sorted(ddl.items())))
+    return shop
+
+
+def noticed(engine: Engine) -> dict[str, str]:
+    """By id, what was found and what has become of it."""
+    found = [one for one in engine.ddl_events("shop") if str(one.id).startswith("c")]
+    return {str(one.id): f"{one.version.changes[0].kind.value} {one.version.table} {one.state}" for one in found}
+
+
+def test_targets_equal_the_source_after_what_no_change_tells(
+    engine: Engine, database: Database, tmp_path: Path
+) -> None:
+    database.sql(TABLES)
+    shop = watchful(Everywhere(engine, database, tmp_path, "public.parts", "public.orders", only="copy lake log"))
+    with engine:
+        engine.upsert_stream(shop.stream)
+        engine.await_ready("shop", 120)
+        shop.await_equal("parts", "orders")
+        database.sql("TRUNCATE parts_a")
+        shop.await_equal("parts")
+        await_that(lambda: noticed(engine) == {"c1": "partition_truncated public.parts applied"})
+        database.sql("ALTER TABLE orders ALTER note TYPE text USING note || '!'")
+        shop.await_equal("orders")
+        database.sql("INSERT INTO parts VALUES (1, 'after'); UPDATE orders SET note = 'after' WHERE id = 2")
+        shop.await_equal("parts", "orders")
+        await_that(lambda: noticed(engine).get("c2") == "rewrite public.orders applied")
+    assert len(noticed(engine)) == 2
+    (event,) = [one for one in engine.ddl_events("shop") if one.id == "c1"]
+    assert dict(event.receipts) == {"copy": "applied", "lake": "applied", "log": "applied"}
+    said = event.to_json()
+    assert said["since"] < said["checkpoint"]["position"]
+
+
+def test_it_waits_for_approval_where_the_stream_says_so(engine: Engine, database: Database, tmp_path: Path) -> None:
+    database.sql(TABLES)
+    shop = Everywhere(engine, database, tmp_path, "public.parts", "public.orders", only="copy")
+    watchful(shop, partition_detached="gate", partition_truncated="ignore")
+    with engine:
+        engine.upsert_stream(shop.stream)
+        engine.await_ready("shop", 120)
+        shop.await_equal("parts")
+        before = shop.held("copy", "parts")
+        database.sql("TRUNCATE parts_a")
+        database.sql("ALTER TABLE parts DETACH PARTITION parts_b")
+        await_that(lambda: [one.state for one in engine.ddl_events("shop")] == ["pending"])
+        (pending,) = engine.ddl_events("shop")
+        database.sql("INSERT INTO parts VALUES (1, 'after'); INSERT INTO orders VALUES (1000, 'after')")
+        await_that(lambda: engine.get_status("shop").targets[0].state is StreamState.GATED)
+        assert shop.held("copy", "parts") == before
+        assert "partition_detached" in str(engine.get_status("shop").targets[0].error)
+        assert engine.decide_ddl("shop", pending.id, approved=True).state in ("approved", "applied")
+        shop.await_equal("parts", "orders")
+        await_that(lambda: list(noticed(engine).values()) == ["partition_detached public.parts applied"])
+
+
+def test_a_table_that_a_pattern_names_is_captured_and_copied_when_it_comes(
+    engine: Engine, database: Database, tmp_path: Path
+) -> None:
+    database.sql("CREATE TABLE items (id int PRIMARY KEY, note text); INSERT INTO items VALUES (1, 'nut')")
+    shop = watchful(Everywhere(engine, database, tmp_path, "public.*", only="copy"))
+    with engine:
+        engine.upsert_stream(shop.stream)
+        engine.await_ready("shop", 120)
+        shop.await_equal("items")
+        database.sql("CREATE TABLE more (id int PRIMARY KEY, note text); INSERT INTO more VALUES (1, 'before')")
+        await_that(lambda: noticed(engine) == {"c1": "create_table public.more applied"})
+        database.sql("INSERT INTO more VALUES (2, 'after'); UPDATE items SET note = 'bolt'")
+        shop.await_equal("items", "more")
+
+
+def test_every_event_names_the_schema_it_was_written_under_far_behind_several_alters(
+    engine: Engine, database: Database, tmp_path: Path
+) -> None:
+    database.sql("CREATE TABLE orders (id int PRIMARY KEY, note text)")
+    shop = Everywhere(engine, database, tmp_path, "public.orders", only="log changes past")
+    shop.stream = replace(shop.stream, mode=Mode.CDC, ddl=(("rename_column?", "apply"),))
+    alters = ("ADD COLUMN x int DEFAULT 7", "RENAME COLUMN x TO y", "DROP COLUMN y", "ALTER COLUMN note TYPE varchar")
+    written = {}
+    with engine:
+        engine.upsert_stream(shop.stream)
+        engine.await_ready("shop", 120)
+        engine.pause("shop")
+        for id, alter in enumerate(("SET (fillfactor = 90)", *alters), start=1):
+            database.sql(f"ALTER TABLE orders {alter}; INSERT INTO orders (id, note) VALUES ({id}, 'n')")
+            described = "SELECT attname, atttypid::int8 FROM pg_attribute "
+            described += "WHERE attrelid = 'orders'::regclass AND attnum > 0 AND NOT attisdropped ORDER BY attnum"
+            written[id] = database.sql(described)
+        engine.resume("shop")
+        await_that(lambda: len(schemas(tmp_path)) == len(written))
+        await_that(lambda: all((target.seq or 0) >= 5 for target in engine.get_status("shop").targets))
+    registry = Registry(JournalReader([str(engine.home.journal_path("shop"))]))
+    with closing(sqlite3.connect(tmp_path / "changes.db")) as lite:
+        (changelog,) = [n for (n,) in lite.execute("SELECT name FROM sqlite_master WHERE name LIKE '%public.orders%'")]
+        told = dict(lite.execute(f'SELECT id, _ms_schema FROM "{changelog}"').fetchall())
+    lake = DeltaTable(str(tmp_path / "past" / "public.orders")).to_pyarrow_table()
+    past = dict(zip(lake["id"].to_pylist(), lake["_ms_schema"].to_pylist(), strict=True))
+    assert schemas(tmp_path) == told == past
+    for id, columns in written.items():
+        found = registry.by_id(told[id]).relation.columns
+        assert [(one.name, one.type_oid) for one in found] == columns, id
+    assert len(set(told.values())) >= 4, "a column that came and went leaves what was there before"
+
+
+def schemas(root: Path) -> dict[int, int]:
+    """By id of a row the schema that its change names, in files."""
+    found: dict[int, int] = {}
+    for path in (root / "log").glob("public.orders/*.parquet"):
+        rows = pq.read_table(path, partitioning=None)
+        found |= dict(zip(rows["id"].to_pylist(), rows["_ms_schema"].to_pylist(), strict=True))
+    return found
