@@ -13,6 +13,7 @@ from pathlib import Path
 from millstream.errors import SecretError
 
 _HINT = "write env:NAME or file:PATH"
+_PLACE = "put the secret there, readable for whoever runs millstream, or correct the path"
 _USERINFO = re.compile(r"(?<=://)([^:/?#@\s]*):.*@", re.DOTALL)
 _KEYWORD = re.compile(r"(?i)((?:ssl)?password\s*=\s*)(?:'(?:[^'\\]|\\.)*'|[^\s&]+)")
 
@@ -66,16 +67,19 @@ def _from_environment(name: str) -> str:
     try:
         return os.environ[name]
     except KeyError:
-        raise SecretError(f"the environment variable {name} is not set", hint=f"export {name}=...") from None
+        raise SecretError(
+            f"the environment variable {name} is not set",
+            hint=f"export {name}=... where the command, or `millstream run`, is started",
+        ) from None
 
 
 def _from_file(path: Path) -> str:
     try:
         text = path.read_bytes().decode("utf-8")
     except FileNotFoundError:
-        raise SecretError(f"the secret file {path} does not exist") from None
+        raise SecretError(f"the secret file {path} does not exist", hint=_PLACE) from None
     except OSError as error:
-        raise SecretError(f"the secret file {path} cannot be read: {error.strerror}") from None
+        raise SecretError(f"the secret file {path} cannot be read: {error.strerror}", hint=_PLACE) from None
     except UnicodeDecodeError:
         raise SecretError(f"the secret file {path} is not UTF-8 text") from None
     return text.removesuffix("\n").removesuffix("\r") if text.endswith("\r\n") else text.removesuffix("\n")

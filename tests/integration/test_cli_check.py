@@ -122,3 +122,52 @@ def test_filters_and_transforms_are_held_against_the_tables(tmp_path: Path, data
         "stream shop: mask: public.orders.id is part of the key, without which a mirror cannot tell rows apart",
         "stream shop: no table of it is meant by public.order",
     ]
+
+
+def target_told(found: Json) -> list[tuple[str, str, str | None]]:
+    told = [one for one in found["findings"]["shop"] if one["check"] == "target"]
+    return [(one["severity"], one["message"], one["fix"]) for one in told]
+
+
+def test_a_target_that_cannot_be_written_to_is_named(tmp_path: Path, database: Database) -> None:
+    database.sql("CREATE TABLE orders (id int PRIMARY KEY)")
+    role = f"writer_{database.name}"
+    database.sql(f"CREATE ROLE {role} LOGIN")
+    try:
+        uri = database.server.uri(database.name, role)
+        copy = {"name": "copy", "kind": "postgres", "uri": uri}
+        code, found = check(tmp_path, database.uri, ["public.orders"], copy)
+        grant = f'GRANT CREATE ON DATABASE "{database.name}" TO "{role}"'
+        wrong = f"shop/copy: role {role} may not create the schema _millstream in database {database.name}"
+        assert (code, target_told(found)) == (1, [("error", wrong, grant)])
+        database.sql(grant)
+        code, found = check(tmp_path, database.uri, ["public.orders"], copy)
+        right = f"shop/copy: connected to 127.0.0.1/{database.name} as {role}"
+        assert (code, target_told(found)) == (0, [("ok", right, None)])
+    finally:
+        database.sql(f"DROP OWNED BY {role} CASCADE; DROP ROLE {role}")
+    closed = {"name": "copy", "kind": "postgres", "uri": "postgresql://app@127.0.0.1:1/shop"}
+    code, found = check(tmp_path, database.uri, ["public.orders"], closed)
+    ((severity, said, fix),) = target_told(found)
+    assert (code, severity, fix) == (1, "error", "is the server up, and is the host of the uri right?")
+    assert said.startswith("shop/copy: cannot connect to 127.0.0.1/shop: ")
+
+
+def test_a_target_whose_path_does_not_do_is_named(tmp_path: Path, database: Database) -> None:
+    database.sql("CREATE TABLE orders (id int PRIMARY KEY)")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "directory").mkdir()
+    wanted = {
+        ("files", "file"): ("file is a file", "give the path of a directory"),
+        ("delta", "file/lake"): ("file is a file", "give the path of a directory"),
+        ("sqlite", "directory"): ("directory is a directory", "give the path of a file"),
+        ("duckdb", "none/copy.db"): ("none does not exist", f"mkdir -p {tmp_path}/none"),
+        ("files", "none/log"): ("none/log can be written to", None),
+    }
+    for (kind, path), (said, fix) in wanted.items():
+        code, found = check(
+            tmp_path, database.uri, ["public.orders"], {"name": "copy", "kind": kind, "path": f"./{path}"}
+        )
+        ((_, message, told),) = target_told(found)
+        assert (code, told, message.endswith(f"{tmp_path}/{said}")) == (int(fix is not None), fix, True), message
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["directory", "file", "shop.yaml"]

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 def check(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Stream files.", show_default=False)],
-    connect: Annotated[bool, typer.Option("--connect", help="Look at the databases too; changes nothing.")] = False,
+    connect: Annotated[
+        bool, typer.Option("--connect", help="Look at source and targets too; changes nothing.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Check stream files: every problem at once, with its line. Exit 2 when there is one."""
@@ -32,8 +34,8 @@ def check(
             print_json({"ok": False, "problems": [problem.to_json() for problem in error.problems]})
             raise typer.Exit(2) from None
         raise
-    sources = {stream.source.name: stream.source for stream in streams}
-    findings = {name: _preflight(source, streams) for name, source in sources.items()} if connect else {}
+    looked_at = {stream.source.name: stream.source for stream in streams} if connect else {}
+    findings = {name: _preflight(source, streams) + _targets(name, streams) for name, source in looked_at.items()}
     ok = not any(one.severity is Severity.ERROR for found in findings.values() for one in found)
     if json:
         _print_json(streams, warnings, findings, ok)
@@ -71,6 +73,14 @@ def _preflight(source: SourceSpec, streams: list[StreamSpec]) -> list[Finding]:
         return found + _shapes(opened, [stream for stream in mine if stream.shape])
     finally:
         opened.close()
+
+
+def _targets(source: str, streams: list[StreamSpec]) -> list[Finding]:
+    """What keeps the targets of a source's streams from being written to."""
+    from millstream.targets.preflight import target_findings
+
+    mine = [(stream.name, target) for stream in streams if stream.source.name == source for target in stream.targets]
+    return [finding for name, target in mine for finding in target_findings(name, target)]
 
 
 def _names(stream: StreamSpec, relation: Relation) -> list[Finding]:

@@ -82,6 +82,8 @@ def verify(
         print_json({"ok": not any(found.values()), "problems": found})
     else:
         out = console()
+        if not found:
+            out.print("There is no journal yet.")
         for source, problems in found.items():
             out.print(f"{source}: {'whole' if not problems else f'{len(problems)} problems'}")
             for problem in problems:

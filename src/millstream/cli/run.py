@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from millstream.cli.output import Home, report_warning
+from millstream.cli.output import Home, console, report_warning
 
 if TYPE_CHECKING:
     from millstream.engine.home import Home as HomeDirectory
@@ -49,6 +49,10 @@ def run(
     with ExitStack() as stack:
         observers = _observers(stack, directory, quiet=quiet, json_logs=json_logs)
         code = runner.run(streams, home=directory, once=once, master=master, observers=observers, conf=settings)
+    if code and not json_logs:
+        err = console(stderr=True)
+        err.print("error: it ends because a stream has failed", style="red")
+        err.print("hint: see `millstream status`; when the cause is gone, run it again")
     raise typer.Exit(code)
 
 

@@ -32,6 +32,8 @@ DEFAULT = ".millstream"
 BRIEF_SECONDS = 15.0
 """How long an owner that said it would be brief is waited for."""
 
+_ANOTHER = f"choose another directory with --home or ${ENVIRONMENT}"
+
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 
 
@@ -57,8 +59,11 @@ class Home:
 
     @classmethod
     def locate(cls, option: Path | str | None = None) -> Home:
-        """The home to use: `option`, else $MILLSTREAM_HOME, else ./.millstream."""
-        return cls(option or os.environ.get(ENVIRONMENT) or DEFAULT)
+        """The home to use: `option`, else $MILLSTREAM_HOME, else ./.millstream. Raises ConfigError for a file."""
+        home = cls(option or os.environ.get(ENVIRONMENT) or DEFAULT)
+        if home.path.exists() and not home.path.is_dir():
+            raise ConfigError(f"the home {home.path} is no directory", hint=_ANOTHER)
+        return home
 
     @property
     def state_path(self) -> Path:
@@ -89,8 +94,7 @@ class Home:
             for part in (self.journals_path, self.path / "checkpoints", self.spark_path):
                 part.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
-            hint = f"choose another directory with --home or ${ENVIRONMENT}"
-            raise ConfigError(f"cannot create the home {self.path}: {error.strerror}", hint=hint) from error
+            raise ConfigError(f"cannot create the home {self.path}: {error.strerror}", hint=_ANOTHER) from error
         return self
 
     def open_state(self, *, read_only: bool = False) -> SqliteStateStore:

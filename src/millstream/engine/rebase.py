@@ -19,6 +19,7 @@ from pathlib import Path
 
 from millstream.engine.capture_order import Rebase
 from millstream.engine.home import Home
+from millstream.engine.status import unknown_stream
 from millstream.errors import JournalError, JournalMismatch, StateError
 from millstream.journal import JournalReader
 from millstream.model import Cursor, Json
@@ -66,6 +67,8 @@ def rebase(home: Home, stream: str, confirm: bool) -> Json:
     Returns what is (to be) done. A journal that is still there is moved aside, never deleted. Raises
     HomeLocked while the stream runs, JournalMismatch when nothing was delivered yet.
     """
+    if not home.path.exists():
+        raise unknown_stream(stream, [], home)
     with home.lock():
         store = home.open_state()
         try:

@@ -22,6 +22,7 @@ from millstream.engine.home import Home
 from millstream.engine.operations import Operations
 from millstream.engine.reload import AskedTables
 from millstream.engine.replay import Asked
+from millstream.engine.status import unknown_stream
 from millstream.errors import ConfigError, HomeLocked, MillstreamError, RequestFailed
 from millstream.failpoint import failpoint
 from millstream.model import Json, StreamSpec
@@ -171,6 +172,9 @@ def refuse_stale(request: Request) -> None:
 
 def ask(home: Home, verb: str, arguments: Json, observer: Observer, patience: float = PATIENCE) -> Json:
     """Have the home's owner do it, or do it here if it has none. Raises what it raised."""
+    if "name" in arguments and not home.path.exists():
+        # A home that was mistyped is not made for the sake of saying that it has no such stream.
+        raise unknown_stream(arguments["name"], [], home)
     deadline = time.monotonic() + patience
     while True:
         try:

@@ -207,25 +207,30 @@ def _publications(
 
 def _lacking_rights(server: Server, selection: Selection, statements: Sequence[tuple[str, str]]) -> Iterator[Finding]:
     create = any(statement.startswith("CREATE") for _, statement in statements)
+    strange = [table.relation for table in selection.tables if not table.owned]
     if create and not server.creates:
-        by_hand = "; ".join(statement for _, statement in statements)
         yield Finding(
             "rights",
             Severity.ERROR,
             f"role {server.role} may not create publications in database {server.database}",
-            f"GRANT CREATE ON DATABASE {quote(server.database)} TO {quote(server.role)}; or, as a superuser: {by_hand}",
+            f"GRANT CREATE ON DATABASE {quote(server.database)} TO {quote(server.role)}",
         )
-    for table in selection.tables:
-        if not table.owned:
-            quoted = quote(table.relation.schema, table.relation.name)
-            yield Finding(
-                "rights",
-                Severity.ERROR,
-                f"role {server.role} does not own {table.relation.table}, so it cannot publish it",
-                f"GRANT <owner of {quoted}> TO {quote(server.role)}; or make the publications as a superuser: "
-                + "; ".join(statement for _, statement in statements),
-                table.relation.table,
-            )
+    for relation in strange:
+        yield Finding(
+            "rights",
+            Severity.ERROR,
+            f"role {server.role} does not own {relation.table}, so it cannot publish it",
+            f"GRANT <owner of {quote(relation.schema, relation.name)}> TO {quote(server.role)}",
+            relation.table,
+        )
+    if strange or (create and not server.creates):
+        # Once, and not with each table: there may be hundreds.
+        yield Finding(
+            "publication",
+            Severity.ERROR,
+            f"role {server.role} cannot make the publications as the stream needs them",
+            "give it the rights above, or as a superuser: " + "; ".join(statement for _, statement in statements),
+        )
 
 
 def _of_error(check: str, error: MillstreamError) -> Finding:
