@@ -71,6 +71,7 @@ ELSEWHERE = {
     ),
     # Nor for a copy of a table.
     **{name: "tests/integration/test_reload_kills.py" for name in failpoints() if name.startswith("reload.")},
+    "reload.skipped": "tests/integration/test_journal_limit.py",
     # Nobody plants differences in what the chaos stream delivers.
     **dict.fromkeys(
         ("repair.written", "repair.committed", "repair.table_committed"), "tests/integration/test_verify_forms.py"

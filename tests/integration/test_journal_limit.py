@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
@@ -15,8 +16,10 @@ from millstream.engine.status import StreamStatus, TargetStatus
 from millstream.errors import NotReady
 from millstream.model import JournalLimit, OnFull
 from tests.fixtures.capture import source_spec
+from tests.fixtures.delivering import run_home
 from tests.fixtures.delivery import Watching
 from tests.fixtures.engines import QUICK, await_that
+from tests.fixtures.forks import run
 from tests.fixtures.postgres import Database
 
 pytestmark = pytest.mark.postgres
@@ -44,6 +47,8 @@ def started(engine: Engine, database: Database, root: Path, policy: OnFull) -> N
     database.sql("CREATE TABLE item (id int PRIMARY KEY, body text)")
     engine.upsert_stream(stream(root, database, policy, "fast", "slow"))
     engine.await_ready("shop", 120)
+    database.sql("INSERT INTO item VALUES (0, 'first')")
+    equal(database, root, "fast", "slow")
     engine.pause("shop", "slow")
 
 
@@ -141,9 +146,21 @@ def test_the_oldest_changes_are_dropped_on_consent_and_the_target_must_begin_ane
         # It is given another try, and says the same.
         engine.resume("shop", "slow")
         await_that(lambda: target(engine.get_status("shop"), "slow").state is StreamState.NEEDS_RELOAD)
-        assert rows(tmp_path, "slow") == []
+        assert rows(tmp_path, "slow") == [(0, "first")]
     # Without any process it is known too.
     assert target(engine.get_status("shop"), "slow").state is StreamState.NEEDS_RELOAD
+    with pytest.raises(NotReady, match="target slow of stream shop has lost changes of all its tables"):
+        engine.reload("shop", "slow", tables=["public.item"])
+    engine.reload("shop", "slow")
+    killed = run(run_home, str(engine.home.path), environment={"MILLSTREAM_FAILPOINT": "reload.skipped"})
+    assert killed.code == -signal.SIGKILL, killed.stderr
+    database.sql("DELETE FROM item WHERE id % 7 = 0; UPDATE item SET body = 'while it is down' WHERE id % 5 = 0")
+    with engine:
+        equal(database, tmp_path, "fast", "slow")
+        await_that(lambda: (target(engine.get_status("shop"), "slow").reload or {})["state"] == "done")
+        database.sql("DELETE FROM item WHERE id % 3 = 0; INSERT INTO item VALUES (-1, 'later')")
+        equal(database, tmp_path, "fast", "slow")
+        await_that(lambda: engine.get_status("shop").healthy)
     with engine:
         engine.upsert_stream(stream(tmp_path, database, OnFull.DROP_OLDEST, "fast", "anew"))
         engine.await_ready("shop", 120)

@@ -253,7 +253,8 @@ class DeliveryQuery:
         if self._stream.mode is Mode.SNAPSHOT_THEN_CDC and self._opening.is_new():
             self._startup.baseline()
             self._run_baseline()
-        reason, self._distrust = self._distrust or restored or self._replaying.reason(), None
+        reason = self._reloading.take_in_loss() or self._distrust or restored or self._replaying.reason()
+        self._distrust = None
         self._progressed = False
         opened = self._opening.open(reason)
         self._opened = opened

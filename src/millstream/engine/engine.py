@@ -231,7 +231,8 @@ class Engine(EngineSnapshots):
         `tables` are names as `schema.table`; none means all. Mirrors end equal to the source: rows that it does not
         have go. Changelogs get a truncate and then all rows. `where` is a condition on the key of one table: mirrors
         get that range of it anew, and nothing else of it is touched. Returns when it is written down: status tells how
-        far it is. Raises NotReady for a target that has nothing yet or has lost changes, NotSupported and ConfigError.
+        far it is. Raises NotReady for a target that has nothing yet, or that has lost changes of more tables than
+        these, NotSupported and ConfigError.
         """
         asked = AskedTables(tuple(tables), where=where)
         if self.is_running:

@@ -59,8 +59,9 @@ def decide(now: Situation, distrust: str | None = None) -> Decision:
     if truth.seq + 1 < now.first_seq:
         raise OutOfRange(
             f"delivery would go on after seq {truth.seq}, but the journal begins at {now.first_seq}",
-            hint="what lies between was pruned and cannot be delivered from here: give the stream a new target "
-            "(another name, an empty place), which begins at the earliest change there is",
+            hint="what lies between was pruned and cannot be delivered from here: copy all of its tables anew "
+            "(millstream reload), or give the stream a new target (another name, an empty place), which begins at the "
+            "earliest change there is",
         )
     if epoch is not None and reason is None:
         return Decision(epoch.epoch, truth.seq, truth.after_position, None)

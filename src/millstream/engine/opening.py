@@ -25,7 +25,7 @@ from millstream.spark.rows import MESSAGES, described
 from millstream.spark.stage import StagePlan
 from millstream.spark.tables import OwnTables, share
 from millstream.state.base import EpochRecord, StateStore, Tally
-from millstream.targets.base import ASKING, Lane, Stager, Target, TargetContext, TargetCursor
+from millstream.targets.base import ASKING, Lane, LaneBatch, Stager, Target, TargetContext, TargetCursor
 from millstream.transforms.compiled import wants_spark
 from millstream.transforms.shape import Shaping
 
@@ -166,6 +166,31 @@ class Opening:
         """Whether the target itself has nothing. Raises as the target does."""
         self._open_target(self._journal.header(), ASKING)
         return self._target.capabilities.keeps_cursor and self._target.cursor() is None
+
+    def is_overtaken(self) -> bool:
+        """Whether the target lacks changes that the journal does not have any more. Raises as the target does."""
+        header = self._journal.header()
+        self._open_target(header, ASKING)
+        last = self._target.cursor() or self._saved()
+        return last is not None and last.journal_id == header.journal_id and last.seq + 1 < self._journal.first_seq()
+
+    def skip(self) -> SeqRange:
+        """Bring a target that is overtaken to the journal's end without what is in between. Returns what it lacks."""
+        header, head, own, saved = self._journal.header(), self._journal.head(), self._target.cursor(), self._saved()
+        current, last = self._store.current_epoch(self._stream, self._name), own or saved
+        if head is None or last is None:
+            raise JournalMismatch("there is nothing that the target could lack")
+        epoch = max(last.epoch, current.epoch if current else 0)
+        self._open_target(header, epoch)
+        self._target.recover(own)
+        span, position = SeqRange(last.seq, head.seq), self.cut(head.seq).resume_position
+        stager = self._target.stager()
+        if isinstance(stager, Lane):
+            stager.deliver(LaneBatch(span, position, (), lambda: None))
+        self._target.publish(span, position, ())
+        failpoint("reload.skipped")
+        self._store.save_cursor(Cursor(self._stream, self._name, header.journal_id, epoch, span.end, position))
+        return span
 
     def begin(self) -> Beginning:
         """Open a target that has nothing in a new epoch, and remove what an earlier try of a baseline left there.

@@ -48,16 +48,17 @@ class AskedTables:
         return cls(names, patterns, excluded, value["where"])
 
 
-def waiting(asked: AskedTables, before: Json | None = None) -> Json:
+def waiting(asked: AskedTables, before: Json | None = None, *, lost: bool = False) -> Json:
     """A reload as it is written down. What was asked `before`, and has not ended, goes with it.
 
-    `resolved`: whether the source was asked which tables these are, and `tables` has them.
+    `resolved`: whether the source was asked which tables these are, and `tables` has them. `lost`: the target lacks
+    changes that the journal does not have any more, and goes on without them.
     """
     names, patterns, excluded, whole = list(asked.names), list(asked.patterns), list(asked.excluded), asked.all
     tables: Json = {}
     where = dict.fromkeys(asked.names, asked.where) if asked.where is not None else {}
     if before is not None and before["state"] in UNFINISHED:
-        where = _ranges(asked, before)
+        where, lost = _ranges(asked, before), lost or before.get("lost", False)
         # What the first one meant by its patterns is not done yet, and none of it is to be left out.
         excluded = before["excluded"] if before["patterns"] else excluded
         names, patterns = [*before["names"], *names], [*before["patterns"], *patterns]
@@ -72,6 +73,7 @@ def waiting(asked: AskedTables, before: Json | None = None) -> Json:
         "where": where,
         "tables": {name: one for name, one in tables.items() if name not in asked.names},
         "resolved": False,
+        "lost": lost,
         "asked_at": datetime.now(UTC).isoformat(),
         "finished_at": None,
     }
@@ -99,6 +101,17 @@ def table_waiting(where: str | None = None) -> Json:
     """
     begun: Json = {"state": WAITING, "chunks": None, "done": 0, "rows": 0, "seq": None, "tries": 0, "error": None}
     return begun if where is None else {**begun, "where": where}
+
+
+def given_up(store: StateStore, stream: str) -> set[str]:
+    """The targets of a stream that have lost changes, and that nobody has asked to get all tables anew."""
+    notes = store.notes(stream, RELOAD)
+
+    def is_asked(target: str) -> bool:
+        note = notes.get(target, {})
+        return note.get("state") in UNFINISHED and bool(note.get("lost"))
+
+    return {target for target in store.needs_reload(stream) if not is_asked(target)}
 
 
 def can_reload(target: Target) -> bool:
@@ -151,10 +164,10 @@ class Reload:
                     f"{what} cannot get a table anew: it keeps versions that only changes tell",
                     hint="reload another target (--target), or begin a new one",
                 )
-            if spec.name in lost:
+            if spec.name in lost and not self._asked.all:
                 raise NotReady(
-                    f"{what} has lost changes of all its tables, and cannot go on from where it is",
-                    hint="give the stream a new target (another name, an empty place), which begins with all rows",
+                    f"{what} has lost changes of all its tables, and would go on without those of the others",
+                    hint=f"reload all of them: millstream reload {self._stream.name} --target {spec.name}",
                 )
             if self._store.get_cursor(self._stream.name, spec.name) is None:
                 raise NotReady(f"{what} has got nothing yet", hint="reload it when it has")
@@ -195,7 +208,9 @@ class Reload:
 
     def run(self) -> None:
         """Write down what is to be copied. What was asked before, and has not ended, is done too."""
+        lost = self._store.needs_reload(self._stream.name)
         for spec in self._specs:
             before = self._store.notes(self._stream.name, RELOAD).get(spec.name)
-            self._store.save_note(self._stream.name, spec.name, RELOAD, waiting(self._asked, before))
+            record = waiting(self._asked, before, lost=spec.name in lost)
+            self._store.save_note(self._stream.name, spec.name, RELOAD, record)
             failpoint("reload.asked")

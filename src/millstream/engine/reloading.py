@@ -103,6 +103,23 @@ class Reloading:
         due = record is not None and record["state"] in UNFINISHED
         return record if due and can_reload(self._target) else None
 
+    def take_in_loss(self) -> str | None:
+        """Let a target go on that lacks changes which the journal does not have any more: all its tables come anew.
+
+        Before it is opened. Returns why that is another epoch; None where nothing is lost.
+        """
+        record = self.due()
+        if record is None or not record.get("lost") or not self._opening.is_overtaken():
+            return None
+        # What was copied before the loss is out of date again.
+        self._save({**record, "tables": {}, "resolved": False})
+        self._letters.forget()
+        self._store.set_needs_reload(self._stream.name, self._spec.name, None)
+        gone = self._opening.skip()
+        message = f"the changes from seq {gone.start + 1} to {gone.end} are left out: every table is copied anew"
+        self._tell("reload.skipped", message, Level.WARNING, {"from": gone.start + 1, "until": gone.end})
+        return "changes were lost, and its tables come anew"
+
     def remembering(self, opened: Opened, but: str | None = None) -> Opened:
         """The opened target for batches that go on beside copies; `but` this table will have its copy now."""
         assert isinstance(self._target, Reloadable)  # noqa: S101 - `due` has looked

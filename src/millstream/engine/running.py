@@ -17,6 +17,7 @@ from millstream.engine.captures import Capture
 from millstream.engine.delivery import BROKEN, DeliveryQuery
 from millstream.engine.fit import open_target, tell_executors
 from millstream.engine.home import Home
+from millstream.engine.reload import given_up
 from millstream.engine.reporting import Reporter
 from millstream.engine.uncaptured import Uncaptured
 from millstream.engine.verify import Place
@@ -317,7 +318,7 @@ class RunningStreams:
             if self._deliver
             and target.name not in (member.deliveries | member.unfit)
             and (member.name, target.name) not in self._held
-            and target.name not in self._store.needs_reload(member.name)
+            and target.name not in given_up(self._store, member.name)
             and not is_paused(self._store, member.name, target.name)
         ]
 
@@ -384,7 +385,7 @@ class RunningStreams:
 
     def failed(self) -> bool:
         broken = any(query.state in BROKEN for query in self.queries)
-        broken = broken or any(self._store.needs_reload(member.name) for member in self.members)
+        broken = broken or any(given_up(self._store, member.name) for member in self.members)
         broken = broken or any(member.unfit for member in self.members)
         return broken or any(capture.error is not None for capture in self.captures)
 

@@ -415,7 +415,7 @@ def _target(
         startup=report.startup,
         snapshot=known.snapshots.get(name),
         restore=_without(known.restores.get(name), "token"),
-        reload=_without(known.copies.get(name), "all", "names", "patterns", "excluded", "where", "resolved"),
+        reload=_without(known.copies.get(name), "all", "names", "patterns", "excluded", "where", "resolved", "lost"),
     )
 
 
