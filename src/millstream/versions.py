@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from millstream.changelog import END_POSITION
 from millstream.latest import SEQ, Bools, Fold, Ints, one_letter, whole, whole_numbers
@@ -145,11 +146,13 @@ class _Versions(Fold):
     def _with_times(self, rows: pa.Table, begun: Ints, ended: Ints) -> pa.Table:
         end = whole_numbers(np.maximum(ended, 0), ended >= 0)
         begin = whole_numbers(begun)
+        valid_from, valid_to = self._time.take(begin), self._time.take(end)
         more = {
             POSITION: self._position.take(begin),
             END_POSITION: self._position.take(end),
-            VALID_FROM: self._time.take(begin),
-            VALID_TO: self._time.take(end),
+            VALID_FROM: valid_from,
+            # The clock of the source may have been set back: no version ends before it begins.
+            VALID_TO: pc.if_else(pc.less(valid_to, valid_from), valid_from, valid_to),
             IS_CURRENT: end.is_null(),
         }
         for name, values in more.items():

@@ -19,10 +19,10 @@ from pydantic import ValidationError
 
 from millstream.changelog import assemble
 from millstream.engine.verify import Asked, check_asked
-from millstream.errors import MissingBase, NotSupported, TargetRefused
+from millstream.errors import MissingBase, TargetRefused
 from millstream.journal.format import JOURNAL
 from millstream.model import BatchLimits, Relation, SeqRange, TargetSpec
-from millstream.targets.base import LaneBatch, Part, TargetContext
+from millstream.targets.base import Correction, LaneBatch, Part, ReloadStep, TargetContext
 from millstream.targets.delta import DeltaOptions, DeltaTarget
 from tests.fixtures.capture import drive
 from tests.fixtures.examples import examples
@@ -44,9 +44,11 @@ class History:
         self.target = DeltaTarget(DeltaOptions(path=path, write="scd2", **options))
         self.target.open(CONTEXT)
         self.seq = self.transactions = 0
+        self.remembers = False
 
     def batch(self, span: SeqRange, parts: list[Part], *, replay: bool = False) -> None:
-        lane = self.target.replayer(2, only=None, current=frozenset()) if replay else self.target.stager()
+        lane = self.target.remembering(frozenset()) if self.remembers else self.target.stager()
+        lane = self.target.replayer(2, only=None, current=frozenset()) if replay else lane
         lane.deliver(LaneBatch(span, span.end, parts, lambda: None))
 
     def rows(self, about: Relation, transactions: tuple[list[Change], ...]) -> pa.RecordBatch:
@@ -60,6 +62,25 @@ class History:
         span = SeqRange(self.seq, self.seq + rows.num_rows)
         self.batch(span, [Part(about, 1, iter([rows]))])
         self.seq, self.transactions = span.end, self.transactions + len(transactions)
+
+    def read(self, about: Relation, second: int, *changes: Change) -> pa.RecordBatch:
+        """Rows that were read at the source in this second, at the version that the target has."""
+        count = len(changes)
+        times = {"commit_position": [second * 100] * count, "commit_ts": [second * 1_000_000] * count}
+        rows = assemble(journal_rows(list(changes), 1, **times), about, 1, "aaaa")
+        for name, values in (
+            ("_ms_op", pa.array(["r"] * count, pa.string())),
+            ("_ms_seq", pa.array([self.seq] * count, pa.int64())),
+        ):
+            rows = rows.set_column(rows.schema.get_field_index(name), rows.schema.field(name), values)
+        return rows
+
+    def copy(self, about: Relation, rows: pa.RecordBatch, seq: int, second: int) -> None:
+        """Copy the table anew."""
+        taken_at = datetime(1970, 1, 1, 0, 0, second, tzinfo=UTC)
+        step = ReloadStep(1, seq, second * 100, taken_at, first=True, last=True)
+        parts = [Part(about, 1, iter([rows]))]
+        self.target.reloader(step).deliver(LaneBatch(SeqRange(seq, seq), second * 100, parts, lambda: None))
 
     def table(self) -> pa.Table:
         return DeltaTable(str(self.path / "public.t")).to_pyarrow_table()
@@ -184,11 +205,93 @@ def test_a_replay_of_a_history_that_lacks_a_version_says_so(tmp_path: Path) -> N
         history.batch(SeqRange(0, 3), [Part(THINGS, 1, iter([rows]))], replay=True)
 
 
-def test_a_repair_is_refused_since_what_has_happened_stays() -> None:
+def second(number: int) -> datetime:
+    return datetime(1970, 1, 1, 0, 0, number, tzinfo=UTC)
+
+
+def test_no_version_ends_before_it_begins_though_the_clock_is_set_back(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.transactions = 6
+    history.deliver(THINGS, [insert("1", "x", "d"), insert("2", "x", "d")])
+    history.transactions = 4
+    # In a batch of its own, and within one.
+    history.deliver(THINGS, [update(["1", "y", "d"])])
+    history.transactions = 2
+    history.deliver(THINGS, [update(["1", "z", "d"])], [truncate()])
+    assert history.spans("id", "a") == [(1, "z", 3, 4), (1, "y", 5, 5), (1, "x", 7, 7), (2, "x", 7, 7)]
+    assert not any(history.table()["is_current"].to_pylist())
+    rows = history.rows(THINGS, ([insert("3", "x", "d")], [update(["3", "y", "d"])]))
+    times = pa.array([second(9), second(8)], pa.timestamp("us", "UTC"))
+    rows = rows.set_column(rows.schema.get_field_index("_ms_commit_ts"), rows.schema.field("_ms_commit_ts"), times)
+    history.batch(SeqRange(history.seq, history.seq + 2), [Part(THINGS, 1, iter([rows]))])
+    assert history.spans("id", "a")[-2:] == [(3, "y", 8, None), (3, "x", 9, 9)]
+
+
+def test_a_repair_ends_what_is_wrong_and_lets_what_is_right_begin(tmp_path: Path) -> None:
     spec = TargetSpec("past", "delta", BatchLimits(1, 1, 1), options={"path": "lake", "write": "scd2"})
-    check_asked(spec, Asked())
-    with pytest.raises(NotSupported, match=r"target past keeps what has happened \(write: scd2\)"):
-        check_asked(spec, Asked(repair=True))
+    check_asked(spec, Asked(repair=True))
+    history = History(tmp_path)
+    history.deliver(THINGS, *([insert(key, "x", "d")] for key in "1234"))
+    table = DeltaTable(str(tmp_path / "public.t"))
+    table.update(updates={"a": "'damaged'"}, predicate="id = 1")
+    table.delete("id = 2")
+    # What the source has and the target lacks is there when the same comes once more.
+    for there in ([1], [1, 2]):
+        right = history.read(THINGS, 9, insert("1", "x", "d"), insert("2", "x", "d"))
+        stale, gone = (pa.table({"id": pa.array(ids, pa.int32())}) for ids in (there, [3]))
+        wrong = Correction(THINGS, 1, iter([right]), stale, gone, 900, second(9))
+        history.target.repairer().repair(4, [wrong])
+        begun = [(1, "x", 9, None), (2, "x", 9, None)]
+        assert history.spans("id", "a") == [(1, "damaged", 1, 9), (3, "x", 3, 9), (4, "x", 4, None), *begun]
+    nothing = pa.table({"id": pa.array([], pa.string())})
+    wrong = Correction(THINGS, 1, iter(()), nothing, pa.table({"id": pa.array([4], pa.int32())}), 1000, second(10))
+    history.target.repairer().repair(4, [wrong])
+    history.transactions = 10
+    history.deliver(THINGS, [update(["1", "y", "d"])])
+    assert history.spans("id", "a")[2:] == [(4, "x", 4, 10), (1, "x", 9, 11), (2, "x", 9, None), (1, "y", 11, None)]
+
+
+def test_a_copy_ends_what_the_source_does_not_have_and_leaves_what_is_newer(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.deliver(THINGS, [insert(key, "x", "d") for key in "12345"])
+    table = DeltaTable(str(tmp_path / "public.t"))
+    table.update(updates={"a": "'damaged'"}, predicate="id = 2")
+    table.delete("id = 3")
+    copied = [insert("1", "x", "d"), insert("2", "x", "d"), insert("3", "x", "d"), insert("6", "x", "d")]
+    rows, seq = history.read(THINGS, 8, *copied), history.seq
+    history.transactions = 8
+    history.remembers = True
+    changes = [update(["1", "later", "d"]), delete(key=["3", None, None]), insert("4", "again", "d")]
+    history.deliver(THINGS, changes)
+    expected = [
+        *((1, "x", 1, 9), (2, "damaged", 1, 8), (4, "x", 1, 9), (5, "x", 1, 8)),
+        *((2, "x", 8, None), (6, "x", 8, None), (1, "later", 9, None), (4, "again", 9, None)),
+    ]
+    for _ in range(2):
+        history.copy(THINGS, rows, seq, 8)
+        assert history.spans("id", "a") == expected
+    assert history.table().sort_by("id")["_ms_end_position"].to_pylist().count(f"00000000/{800:08X}") == 2
+    # The same once more, and nothing at all.
+    history.transactions = 9
+    unchanged = [insert("1", "later", "d"), insert("2", "x", "d"), insert("4", "again", "d"), insert("6", "x", "d")]
+    history.copy(THINGS, history.read(THINGS, 10, *unchanged), history.seq, 10)
+    assert history.spans("id", "a") == expected
+    history.copy(THINGS, history.read(THINGS, 11), history.seq, 11)
+    assert not any(history.table()["is_current"].to_pylist())
+
+
+def test_a_copy_of_a_table_without_a_key_begins_all_of_its_rows(tmp_path: Path) -> None:
+    keyless = relation(("a", 25))
+    history = History(tmp_path)
+    history.deliver(keyless, [insert("x"), insert("x"), insert("y")])
+    rows, seq = history.read(keyless, 8, insert("x"), insert("z")), history.seq
+    history.transactions = 8
+    history.remembers = True
+    history.deliver(keyless, [insert("later")])
+    for _ in range(2):
+        history.copy(keyless, rows, seq, 8)
+        begun = [("x", 8, None), ("z", 8, None), ("later", 9, None)]
+        assert history.spans("a") == [("x", 1, 8), ("x", 1, 8), ("y", 1, 8), *begun]
 
 
 KEPT_BY_TRIGGERS = """

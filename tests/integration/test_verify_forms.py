@@ -77,7 +77,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "postgres": {},
     "postgres changelog": {"write": "changelog"},
 }
-MIRRORS = [name for name in KINDS if name != "files" and "changelog" not in name and "scd2" not in name]
+MIRRORS = [name for name in KINDS if name != "files" and "changelog" not in name]
 
 
 @pytest.fixture(scope="module")
@@ -323,7 +323,7 @@ def plant(name: str, root: Path, copy: Database) -> None:
 
 
 def _extra(like: pa.Table) -> pa.Table:
-    row = {"id": 777777, "_ms_seq": 1, "_ms_deleted": False}
+    row = {"id": 777777, "_ms_seq": 1, "_ms_deleted": False, "is_current": True, "_ms_position": ""}
     return pa.Table.from_pylist([row], schema=like.schema)
 
 

@@ -351,7 +351,8 @@ class Repair:
         source = next(self.plan.snapshot.snapshot.chunks[chunk] for of, chunk in self.plan.chunks if of == table)
         relation_id = self.plan.snapshot.relation_ids[source.relation]
         right = iter(shaped[table]) if table in shaped else self._right(table) if wanted else iter(())
-        return Correction(relation, relation_id, right, stale, gone)
+        found = self.plan.snapshot.snapshot
+        return Correction(relation, relation_id, right, stale, gone, found.position, found.taken_at)
 
     def _right(self, table: int) -> Iterator[pa.RecordBatch]:
         """The source's rows under the keys that are wanted."""

@@ -116,7 +116,7 @@ def given_up(store: StateStore, stream: str) -> set[str]:
 
 def can_reload(target: Target) -> bool:
     """Whether tables can be copied anew to a target; connects to nothing."""
-    return isinstance(target, Reloadable) and target.reloads
+    return isinstance(target, Reloadable)
 
 
 def ask_for_added(store: StateStore, stream: StreamSpec, before: Json) -> None:
@@ -161,8 +161,8 @@ class Reload:
             what = f"target {spec.name} of stream {self._stream.name}"
             if not can_reload(open_target(spec)):
                 raise NotSupported(
-                    f"{what} cannot get a table anew: it keeps versions that only changes tell",
-                    hint="reload another target (--target), or begin a new one",
+                    f"{what} cannot get a table anew: a target of kind {spec.kind} has no tables",
+                    hint="reload another target (--target)",
                 )
             if spec.name in lost and not self._asked.all:
                 raise NotReady(
@@ -184,9 +184,10 @@ class Reload:
         (name,) = self._asked.names
         for spec in self._specs:
             target = open_target(spec)
-            if not (isinstance(target, Reloadable) and target.mirrors):
+            if not (isinstance(target, Reloadable) and target.reloads_by_steps):
                 raise NotSupported(
-                    f"target {spec.name} of stream {self._stream.name} keeps changes, of which no part can be replaced",
+                    f"target {spec.name} of stream {self._stream.name} keeps what has happened, of which no part can "
+                    "be replaced",
                     hint="reload the whole table there (without where), or name another target (--target)",
                 )
         if any(_is_for(step.tables, name) for step in self._stream.shape.transforms):

@@ -265,7 +265,7 @@ class Reloading:
     def _steps(self, spark: SparkSession, opened: Opened, copying: Copying, tries: int) -> int:
         assert isinstance(self._target, Reloadable)  # noqa: S101 - the same
         mark, name, total = secrets.randbits(48), copying.relation.table, 0
-        steps = copying.steps(by_chunk=self._target.mirrors and self._has_key(copying.relation))
+        steps = copying.steps(by_chunk=self._target.reloads_by_steps and self._has_key(copying.relation))
         chunks, self._looked = copying.end - copying.first, copying.seq
         self._save_table(name, state=RUNNING, seq=copying.seq, chunks=chunks, done=0, rows=0, tries=tries, error=None)
         for number, chosen in enumerate(steps):
@@ -274,7 +274,8 @@ class Reloading:
                 # What it cannot follow from here on would take rows that do not come again.
                 with self._turn():
                     self._opens(self.remembering(opened, but=name))
-            about = (copying.found.position, number == 0, last, copying.within)
+            found = copying.found
+            about = (found.position, found.taken_at, number == 0, last, copying.within)
             step = ReloadStep(mark, copying.seq, *about)
             result = self._step(spark, opened, copying, chosen, step)
             total += result.rows

@@ -152,6 +152,7 @@ class SnapshotPlan:
 
     position: int
     taken_at: datetime
+    """By the source's clock: not later than any change that is not in the snapshot."""
     token: str
     chunks: tuple[Chunk, ...]
     estimated_rows: int

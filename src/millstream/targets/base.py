@@ -28,6 +28,7 @@ import enum
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
@@ -263,7 +264,9 @@ class ReloadStep:
     """Unique for each try to copy the table."""
     seq: int
     position: int
-    """The source's position at which the rows were read."""
+    """The source's position at which the rows were read,"""
+    taken_at: datetime
+    """and when, by its clock."""
     first: bool
     last: bool
     within: KeyRange | None = None
@@ -279,7 +282,8 @@ class Reloadable(Protocol):
 
     A mirror gets rows, and has those that it does not have in a newer version, and that no newer change has removed.
     After the last step what has an older version is gone: so the table equals the source's, whatever it was before.
-    With a key it takes several steps, and batches of changes between them; without one all rows come in one step.
+    With a key it takes several steps, and batches of changes between them; without one all rows come in one step. A
+    history of versions gets all in one step, too: what is current and is not in the copy ends, what differs begins.
     Begun again with a new mark and a version that is not lower, it ends the same, however far it was before.
     """
 
@@ -287,8 +291,8 @@ class Reloadable(Protocol):
     def mirrors(self) -> bool: ...
 
     @property
-    def reloads(self) -> bool:
-        """False where what was can not be brought together with a copy: a history of versions."""
+    def reloads_by_steps(self) -> bool:
+        """Whether a table with a key comes in several steps: where the rows themselves tell which of them came."""
 
     def remembering(self, renewed: frozenset[str] | None) -> Stager | Lane:
         """The executor side for batches while tables are copied: what they remove is remembered until `settle_reload`.
@@ -359,6 +363,10 @@ class Correction:
     """Keys that the target has other rows under: `rows` has theirs."""
     gone: pa.Table
     """Keys that the source does not have."""
+    position: int
+    """The source's position at which that is so,"""
+    taken_at: datetime
+    """and when that was, by its clock."""
 
 
 class Repairer(Protocol):

@@ -44,6 +44,7 @@ from millstream.targets.base import (
 )
 from millstream.targets.changelogs import ChangelogReader
 from millstream.targets.deltas.changes import DeltaChanges
+from millstream.targets.deltas.correcting import copy_history
 from millstream.targets.deltas.forms import Form, Write, form_of, logged
 from millstream.targets.deltas.history import CURRENT
 from millstream.targets.deltas.marks import forget_baselines
@@ -171,11 +172,13 @@ class DeltaTarget:
             shutil.rmtree(self._directory.own / "tombstones", ignore_errors=True)
 
     @property
-    def reloads(self) -> bool:
-        return self._options.write != "scd2"
+    def reloads_by_steps(self) -> bool:
+        return self._options.write == "mirror"
 
     def remembering(self, renewed: frozenset[str] | None) -> DeltaLane:
-        return replace(self.stager(), remembers=self.mirrors, renewed=renewed if self.mirrors else frozenset())
+        # A history is not made anew: what it has would be gone.
+        renewed = renewed if self._options.write == "mirror" else frozenset()
+        return replace(self.stager(), remembers=self.mirrors, renewed=renewed)
 
     def reloader(self, step: ReloadStep) -> DeltaLane:
         return replace(self.stager(), step=step)
@@ -196,7 +199,7 @@ class DeltaTarget:
 
     @property
     def repairs(self) -> bool:
-        return self._options.write == "mirror"
+        return self.mirrors
 
     def repairer(self) -> DeltaRepairer:
         return DeltaRepairer(self.stager())
@@ -310,6 +313,8 @@ class DeltaLane:
                 with self._isolating(writer, table.runs, batch, baseline=True):
                     if self.options.write == "changelog":
                         log_copy(writer, table.runs, self.form, step)
+                    elif self.options.write == "scd2":
+                        copy_history(writer, table, self._stones(writer), step)
                     else:
                         copy_mirror(writer, table, self._stones(writer), self.form, step, soft=self.soft)
                 writer.finish()

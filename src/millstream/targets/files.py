@@ -131,8 +131,8 @@ class FilesTarget:
         return False
 
     @property
-    def reloads(self) -> bool:
-        return True
+    def reloads_by_steps(self) -> bool:
+        return False
 
     def remembering(self, renewed: frozenset[str] | None) -> FilesStager:
         return self.stager()

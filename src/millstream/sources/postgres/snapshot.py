@@ -69,6 +69,8 @@ class HeldSnapshot:
             reader = Session(connect_session(spec, options))
             self._stack.callback(reader.close)
             early = EarlyTables(control, reader, *described(control, spec, options, before, wanted))
+            # Before the slot is asked for: no change that is not in the snapshot was committed earlier.
+            taken_at = _clock(control)
             name, position = _export(control, exporter, options, on_wait)
             failpoint("snapshot.exported")
             seen = _running_in(reader.connection, name)
@@ -78,7 +80,7 @@ class HeldSnapshot:
             early.read()
             chunks, rows = plan_chunks(control, spec, options, name, before, wanted)
             chunks = early.found_in(chunks)
-            self.plan = SnapshotPlan(position, datetime.now(UTC), name, chunks, rows)
+            self.plan = SnapshotPlan(position, taken_at, name, chunks, rows)
         except BaseException:
             self.close()
             raise
@@ -86,6 +88,13 @@ class HeldSnapshot:
     def close(self) -> None:
         """Let go of the snapshot, and of the temporary slot with it. Idempotent."""
         self._stack.close()
+
+
+def _clock(control: Connection) -> datetime:
+    """What time it is at the source."""
+    with translated("asking for the time"):
+        ((now,),) = control.execute("SELECT extract(epoch FROM clock_timestamp())::float8").fetchall()
+    return datetime.fromtimestamp(float(now), UTC)
 
 
 def _let_go(exporter: PGconn) -> None:

@@ -13,7 +13,7 @@ from millstream.changelog import BEFORE, schema
 from millstream.latest import SEQ, whole
 from millstream.model import Relation
 from millstream.targets.deltas.evolving import described
-from millstream.targets.deltas.history import history_schema, past_rows, versions_to_write, was_written, write_history
+from millstream.targets.deltas.history import history_schema, past_rows, versions_to_write, write_history
 from millstream.targets.deltas.mirror import has_newer, mirror_schema, mirrored, rows_to_write, write_mirror
 from millstream.targets.deltas.tables import Handle, lake_schema
 from millstream.targets.lanes.changelog import as_json
@@ -115,7 +115,7 @@ class HistoryForm:
         return versions_to_write(table, relation, changes)
 
     def has(self, table: Handle, relation: Relation, change: pa.Table) -> bool:
-        return was_written(table, relation, change)
+        return has_newer(table, relation, change)
 
 
 def logged(changes: pa.Table) -> pa.Table:

@@ -17,11 +17,11 @@ import pyarrow.compute as pc
 from millstream.changelog import END_POSITION, exposed
 from millstream.errors import TargetRefused
 from millstream.failpoint import failpoint
-from millstream.latest import SEQ, latest, one_letter, special_maps, special_texts, whole, whole_numbers
+from millstream.latest import SEQ, one_letter, special_maps, special_texts, whole, whole_numbers
 from millstream.model import Op, Relation
 from millstream.sources.decoders import decoded_schema
 from millstream.targets.deltas.evolving import described
-from millstream.targets.deltas.mirror import completed, missing_values, quoted, refuse_keyless, rows_under, widened
+from millstream.targets.deltas.mirror import completed, missing_values, quoted, refuse_keyless, widened
 from millstream.targets.deltas.partitions import refuse_homeless_keys
 from millstream.targets.deltas.tables import Handle, lake_schema
 from millstream.targets.lanes.tables import SPECIAL, mirror_key
@@ -30,9 +30,17 @@ from millstream.versions import ADDED, IS_CURRENT, POSITION, VALID_FROM, VALID_T
 if TYPE_CHECKING:
     from deltalake import CommitProperties
 
-_KIND = "_ms_kind"
-_VERSION, _ENDED = 0, 1
+KIND = "_ms_kind"
+"""In what is merged: whether a row is a version that is added, or a key whose current version ends."""
+VERSION, ENDED = 0, 1
 CURRENT = pc.field(IS_CURRENT)
+ENDS = {
+    # The clock of the source may have been set back: no version ends before it begins.
+    VALID_TO: f"CASE WHEN s.{VALID_TO} < t.{VALID_FROM} THEN t.{VALID_FROM} ELSE s.{VALID_TO} END",
+    IS_CURRENT: "false",
+    END_POSITION: f"s.{END_POSITION}",
+}
+"""What becomes of a version that ends."""
 
 
 def history_schema(relation: Relation) -> pa.Schema:
@@ -102,17 +110,6 @@ def versions_to_write(table: Handle, relation: Relation, changes: pa.Table) -> p
     return rows.cast(lake_schema(wanted)).sort_by(SEQ)
 
 
-def was_written(table: Handle, relation: Relation, change: pa.Table) -> bool:
-    """Whether the table has a version of the row of a single change that is as new as the change, or newer."""
-    key = mirror_key(relation)
-    if not key or one_letter(whole(change["_ms_op"]))[0] == Op.TRUNCATE:
-        return False
-    found = latest(change, key)
-    rows = found.rows if found.rows.num_rows else found.gone
-    there = rows_under(table, rows.select(list(key)), key, [SEQ])
-    return bool(there.num_rows) and pc.max(there[SEQ]).as_py() >= rows[SEQ][0].as_py()
-
-
 def pieces(changes: pa.Table) -> Iterator[pa.Table]:
     """The changes before, between and behind truncates, and each of these by itself."""
     begin = 0
@@ -147,11 +144,11 @@ def _merge(table: Handle, relation: Relation, found: Versions, said: CommitPrope
     if not key:
         table.append(rows, said)
         return
-    source = pa.concat_tables([_marked(rows, _VERSION), _marked(widened(found.ended, wanted), _ENDED)])
+    source = pa.concat_tables([marked(rows, VERSION), marked(widened(found.ended, wanted), ENDED)])
     same = " AND ".join(f"s.{quoted(name)} = t.{quoted(name)}" for name in key)
-    on = f"s.{_KIND} = {_ENDED} AND t.{IS_CURRENT} AND {same} AND s.{SEQ} > t.{SEQ}"
+    on = f"s.{KIND} = {ENDED} AND t.{IS_CURRENT} AND {same} AND s.{SEQ} > t.{SEQ}"
     values = {quoted(name): f"s.{quoted(name)}" for name in wanted.names}
-    steps = {"end": (_ENDS, f"s.{END_POSITION} <> t.{POSITION}"), "insert": (values, f"s.{_KIND} = {_VERSION}")}
+    steps = {"end": (ENDS, f"s.{END_POSITION} <> t.{POSITION}"), "insert": (values, f"s.{KIND} = {VERSION}")}
     table.merge(source, on, steps, f"s.{END_POSITION} = t.{POSITION}", said)
 
 
@@ -165,12 +162,10 @@ def _end_all(table: Handle, truncate: pa.Table, said: CommitProperties) -> None:
         }
     )
     on = f"s.{IS_CURRENT} = t.{IS_CURRENT}"
-    steps = {"end": (_ENDS, f"s.{END_POSITION} <> t.{POSITION}")}
+    steps = {"end": (ENDS, f"s.{END_POSITION} <> t.{POSITION}")}
     table.merge(source, on, steps, f"s.{END_POSITION} = t.{POSITION}", said)
 
 
-_ENDS = {VALID_TO: f"s.{VALID_TO}", IS_CURRENT: "false", END_POSITION: f"s.{END_POSITION}"}
-
-
-def _marked(rows: pa.Table, kind: int) -> pa.Table:
-    return rows.append_column(_KIND, whole_numbers(np.full(rows.num_rows, kind)))
+def marked(rows: pa.Table, kind: int) -> pa.Table:
+    """Rows for a merge, of this kind."""
+    return rows.append_column(KIND, whole_numbers(np.full(rows.num_rows, kind)))

@@ -96,14 +96,14 @@ def mirrored(rows: pa.Table, wanted: pa.Schema) -> pa.Table:
 
 
 def has_newer(table: Handle, relation: Relation, change: pa.Table) -> bool:
-    """Whether the table has the row of a single change at its version or a newer one."""
+    """Whether the table has the row of a single change, in one of its versions, as new as the change or newer."""
     key = mirror_key(relation)
     if not key or one_letter(whole(change["_ms_op"]))[0] == Op.TRUNCATE:
         return False
     found = latest(change, key)
     rows = found.rows if found.rows.num_rows else found.gone
     there = rows_under(table, rows.select(list(key)), key, [SEQ])
-    return bool(there.num_rows) and there[SEQ][0].as_py() >= rows[SEQ][0].as_py()
+    return bool(there.num_rows) and pc.max(there[SEQ]).as_py() >= rows[SEQ][0].as_py()
 
 
 def refuse_keyless(relation: Relation, changes: pa.Table) -> None:

@@ -18,6 +18,7 @@ from millstream.latest import SEQ
 from millstream.model import Relation
 from millstream.targets.base import Correction, TargetContext
 from millstream.targets.constants import constants
+from millstream.targets.deltas.correcting import Moment, correct
 from millstream.targets.deltas.evolving import refuse_other_names, with_key
 from millstream.targets.deltas.forms import Form, Write
 from millstream.targets.deltas.marks import app_of, commit, owner_of
@@ -165,11 +166,21 @@ class Writer:
         self.attempt(wanted, relation, lambda table: table.append(wanted.empty_table(), self.said(seq), overwrite=True))
 
     def correct(self, wrong: Correction, seq: int, *, soft: bool) -> None:
-        """Replace wrong rows of a mirror. How far the table is stays as it is."""
+        """Replace wrong rows of a mirror, or let a history go on with the right ones. How far it is stays as it is."""
         wanted = self.schema_of(wrong.relation)
         right = pa.Table.from_batches(list(wrong.rows), schema(wrong.relation))
         said = self.said(None)
-        self.attempt(wanted, wrong.relation, lambda table: correct_mirror(table, wrong, right, seq, said, soft=soft))
+
+        def commit(table: Handle) -> None:
+            if self._write == "scd2":
+                # Of no key its type is not known.
+                keys = [one for one in (wrong.stale, wrong.gone) if one.num_rows]
+                moment = Moment(seq, wrong.taken_at, wrong.position)
+                correct(table, wrong.relation, pa.concat_tables(keys or [wrong.gone]), right, moment, said)
+            else:
+                correct_mirror(table, wrong, right, seq, said, soft=soft)
+
+        self.attempt(wanted, wrong.relation, commit)
 
     def finish(self) -> int | None:
         """Keep the number of files small. Returns the table's version; None when there is no table."""

@@ -272,8 +272,8 @@ class LaneTarget:
         return bring_back(self._database(self._options), stream, target, kept, token, overwrite=overwrite)
 
     @property
-    def reloads(self) -> bool:
-        return True
+    def reloads_by_steps(self) -> bool:
+        return self.mirrors
 
     def remembering(self, renewed: frozenset[str] | None) -> SqlLane:
         return replace(self.stager(), remembers=self.mirrors, renewed=renewed if self.mirrors else frozenset())
