@@ -66,6 +66,7 @@ class Asking:
         self._store, self._fails = store, fails
         self.asked: list[tuple[str, str]] = []
         self.events: list[Event] = []
+        self.recaptured: list[str] = []
 
     def __call__(self, stream: StreamSpec, target: str, table: str) -> bool:
         if self._fails:
@@ -74,6 +75,9 @@ class Asking:
         before = self._store.notes(stream.name, RELOAD).get(target)
         self._store.save_note(stream.name, target, RELOAD, waiting(AskedTables((table,)), before))
         return True
+
+    def recapture(self, source: str) -> None:
+        self.recaptured.append(source)
 
     def on_event(self, event: Event) -> None:
         self.events.append(event)
@@ -96,7 +100,7 @@ def reader(tmp_path: Path) -> JournalReader:
 def serve(tmp_path: Path, store: SqliteStateStore) -> Serve:
     def once(spec: StreamSpec, *, fails: bool = False) -> Asking:
         asking = Asking(store, fails)
-        Following(Home(tmp_path), store, asking, asking).serve([spec])
+        Following(Home(tmp_path), store, asking, asking.recapture, asking).serve([spec])
         return asking
 
     return once
@@ -129,6 +133,16 @@ def test_each_target_gets_a_copy_once(
     end_copies(store)
     assert serve(spec).asked == []
     assert told(store, spec, reader)["c1"] == ("applied", ["applied", "applied"])
+
+
+def test_a_table_that_comes_is_captured_once_for_all_targets(
+    tmp_path: Path, store: SqliteStateStore, serve: Serve
+) -> None:
+    reader, spec = journal_with(tmp_path, Found("create_table", "public.more", 3, copies=True)), stream(tmp_path)
+    begun(store, reader.header().journal_id)
+    served = serve(spec)
+    assert (len(served.asked), served.recaptured) == (2, ["shop"])
+    assert serve(spec).recaptured == []
 
 
 def test_a_target_whose_baseline_is_younger_has_it_already(
@@ -201,7 +215,7 @@ def test_a_target_that_cannot_get_a_table_anew_waits_for_somebody_to_say_so(
 def served_once(root: str) -> None:
     with closing(SqliteStateStore(Path(root) / "state.db")) as store:
         asking = Asking(store)
-        Following(Home(root), store, asking, asking).serve([stream(Path(root))])
+        Following(Home(root), store, asking, asking.recapture, asking).serve([stream(Path(root))])
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3, 4])

@@ -19,7 +19,7 @@ from millstream.journal import CatalogChange, JournalReader, journal_exists
 from millstream.model import Mode, StreamSpec, TargetSpec
 from millstream.observe import Event, Level, Observer
 from millstream.registry.ddl import APPLIED, COPYING, FAILED, LEFT, WAITING, policy_at
-from millstream.registry.kinds import Decision, Policy
+from millstream.registry.kinds import Decision, Kind, Policy
 from millstream.registry.noticed import Noticed
 from millstream.spark.tables import OwnTables
 from millstream.state.base import StateStore
@@ -34,10 +34,19 @@ CopyAnew = Callable[[StreamSpec, str, str], bool]
 class Following:
     """Of all streams of a home. The control's thread."""
 
-    def __init__(self, home: Home, store: StateStore, copy_anew: CopyAnew, observer: Observer) -> None:
+    def __init__(
+        self,
+        home: Home,
+        store: StateStore,
+        copy_anew: CopyAnew,
+        recapture: Callable[[str], None],
+        observer: Observer,
+    ) -> None:
+        """`recapture` starts the capture of a source anew: then it captures tables that have come."""
         self._home = home
         self._store = store
         self._copy_anew = copy_anew
+        self._recapture = recapture
         self._observer = observer
         self._looked_at = float("-inf")
         self._readers: dict[str, JournalReader] = {}
@@ -56,8 +65,9 @@ class Following:
             if found[source]:
                 self.settle(stream)
                 told = self._told(stream)
-                for target in stream.targets:
-                    self._follow(stream, target, told)
+                come = [self._follow(stream, target, told) for target in stream.targets]
+                if any(come):
+                    self._recapture(source)
 
     def settle(self, stream: StreamSpec) -> None:
         """Write down which copies have ended. Called before others are asked for, whose record takes their place."""
@@ -81,12 +91,13 @@ class Following:
         own = None if set(captured) <= set(stream.source.tables) else OwnTables(stream.source.tables, captured)
         return own_noticed(self._readers[stream.source.name], own)
 
-    def _follow(self, stream: StreamSpec, target: TargetSpec, told: Sequence[Noticed]) -> None:
+    def _follow(self, stream: StreamSpec, target: TargetSpec, told: Sequence[Noticed]) -> bool:
+        """Have a target get what it has not got. Returns whether a table is among it that is not captured yet."""
         reader = self._readers[stream.source.name]
         journal = reader.header().journal_id
         known = receipts(self._store, stream.name, journal)
         decided = self._store.ddl_decisions(stream.name, journal)
-        can, chosen = reloads(target), dict(stream.ddl)
+        can, chosen, come = reloads(target), dict(stream.ddl), False
         for one in told:
             if receipt(known, target.name, one.number) != WAITING or not self._has_begun(stream, target.name):
                 continue
@@ -97,6 +108,8 @@ class Following:
             word = LEFT if policy is Policy.IGNORE else self._bring(stream, target, one, can=can)
             if word is not None:
                 save_receipts(self._store, stream.name, target.name, journal, {one.number: word})
+                come |= word == COPYING and one.kind is Kind.CREATE_TABLE
+        return come
 
     def _bring(self, stream: StreamSpec, target: TargetSpec, one: Noticed, *, can: bool) -> str | None:
         """Have the target get it; the receipt, None if that has to wait."""

@@ -57,7 +57,7 @@ class Operations:
         self._observer = observer
         self._running = running
         self._leaving = Leaving(running) if running is not None else None
-        self._following = Following(home, store, self._copy_anew, observer)
+        self._following = Following(home, store, self._copy_anew, self._recapture, observer)
 
     def serve(self) -> None:
         """Go on with what was begun and waited for batches to end; begin what sources' catalogs ask for."""
@@ -194,6 +194,11 @@ class Operations:
 
         Raises NotSupported, NotReady and ConfigError before anything is changed.
         """
+        self._ask_reload(name, asked, target)
+        if not set(asked.names) <= {total.table for total in self._store.totals(name)}:
+            self._recapture(self._spec(name).source.name)
+
+    def _ask_reload(self, name: str, asked: AskedTables, target: str | None) -> None:
         self._following.settle(self._spec(name))
         targets = self._targets(name, target)
         reload = Reload(self._store, self._spec(name), targets, asked)
@@ -203,8 +208,6 @@ class Operations:
                 raise RequestFailed(f"stream {name} is being compared with its source", hint="reload after that")
             self._running.stop_targets(name, targets)
         reload.run()
-        if not set(asked.names) <= {total.table for total in self._store.totals(name)}:
-            self._recapture(self._spec(name).source.name)
         what = ", ".join(asked.names) or "every table"
         what = what if asked.where is None else f"{what} where {asked.where}"
         self._tell("stream.reloading", f"{self._what(name, target)} gets {what} anew", name, target)
@@ -216,7 +219,7 @@ class Operations:
         """
         if self._running is not None and self._running.comparing(stream.name):
             return False
-        self.reload(stream.name, AskedTables((table,)), target)
+        self._ask_reload(stream.name, AskedTables((table,)), target)
         return True
 
     def _recapture(self, source: str) -> None:
