@@ -62,6 +62,8 @@ def examine(home: Path) -> list[Found]:
         lambda: check_home(home),
         lambda: check_disk(home),
         check_psycopg,
+        lambda: check_package("delta", "deltalake"),
+        lambda: check_package("duckdb", "duckdb"),
         check_embedded,
     ]
     return [*(check() for check in checks), *check_slots(home)]
@@ -158,6 +160,15 @@ def check_psycopg() -> Found:
     if implementation == "python":
         return Found("postgres", State.WARNING, f"psycopg {version} without its C implementation, slow", fix)
     return Found("postgres", State.OK, f"psycopg {version} ({implementation})")
+
+
+def check_package(kind: str, package: str) -> Found:
+    """The package that targets of this kind need."""
+    version = _version(package)
+    if version is None:
+        fix = f"pip install 'millstream[{kind}]', if a target is of this kind"
+        return Found(kind, State.WARNING, f"{package} is not installed", fix)
+    return Found(kind, State.OK, f"{package} {version}")
 
 
 def check_embedded() -> Found:

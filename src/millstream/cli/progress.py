@@ -28,6 +28,9 @@ WINDOW = 10.0
 
 SHOWN_TABLES = 12
 
+_ROWS = ("delivery.batch", "snapshot.finished")
+"""Events that tell of rows a target got: of a batch of changes, and of all tables at its beginning."""
+
 Key = tuple[str, str]
 
 
@@ -65,7 +68,7 @@ class Progress:
         self._delivered: dict[Key, Delivered] = {}
 
     def on_event(self, event: Event) -> None:
-        if event.kind == "delivery.batch" and event.stream and event.target:
+        if event.kind in _ROWS and event.stream and event.target:
             with self._lock:
                 delivered = self._delivered.setdefault((event.stream, event.target), Delivered())
                 delivered.add(event.fields["rows"], event.fields["tables"], self._clock())
