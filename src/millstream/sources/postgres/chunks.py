@@ -6,22 +6,20 @@ Ranges of ctid hold within one snapshot only (rows move), so chunks are of no us
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
-from psycopg import pq
 
 from millstream.errors import SourceHalted, SourceUnavailable
 from millstream.model import Json, Relation, SourceSpec
 from millstream.sources.base import Chunk, SnapshotPlan, Wanted
 from millstream.sources.postgres import catalog
-from millstream.sources.postgres.bulk import MORE_BYTES, MORE_SECONDS
 from millstream.sources.postgres.connection import Connection, connect_session, literal, translated
-from millstream.sources.postgres.copied import rows_of_copy, select_list
-from millstream.sources.postgres.intake import Intake
+from millstream.sources.postgres.copied import select_list
+from millstream.sources.postgres.copying import awaited, copied
 from millstream.sources.postgres.options import PostgresOptions
 from millstream.sources.postgres.patterns import Pattern, parse_patterns, quote
 from millstream.sources.postgres.session import Refused, Session
@@ -29,15 +27,11 @@ from millstream.sources.postgres.within import source_condition
 
 CHUNK_BYTES = 64 << 20
 """So much of a table is one chunk."""
-RUN_BYTES = 4 << 20
-"""So much of a chunk is handed on at a time."""
 LOCK_SECONDS = 60
 """So long a table that somebody has locked is waited for: the snapshot holds back the server's own cleaning."""
 
 _GONE_STATES = ("42703", "42P01", "55000", "22023")
 """A column, a table or the snapshot that is no longer there."""
-
-Answer = TypeVar("Answer")
 
 _PUBLISHED = """
     SELECT c.oid::int8, {filter} FROM pg_publication_tables p
@@ -296,37 +290,3 @@ def statement_of(chunk: Chunk) -> str:
         f"COPY (SELECT {select_list(chunk.relation)} FROM ONLY {what['leaf']} "
         f"WHERE {' AND '.join(conditions)}) TO STDOUT (FORMAT binary)"
     )
-
-
-def copied(session: Session, statement: str) -> Iterator[pa.LargeBinaryArray]:
-    """The rows that a COPY gives, some megabytes at a time."""
-    session.send(statement)
-    copying = awaited(session.result())
-    if copying is None or copying.status != pq.ExecStatus.COPY_OUT:
-        raise SourceUnavailable("the source did not begin to copy")
-    intake = Intake(session.connection, "the session that reads a chunk")
-    first = True
-    while not intake.ended:
-        pieces: list[bytes] = []
-        sizes: list[int] = []
-        total = 0
-        while not intake.ended and total < RUN_BYTES:
-            total += intake.take(pieces, sizes, RUN_BYTES - total)
-            if not intake.ended and total < RUN_BYTES:
-                intake.wait(MORE_SECONDS, amount=MORE_BYTES)
-        rows = rows_of_copy(b"".join(pieces), sizes, first=first)
-        first = first and not sizes
-        if len(rows):
-            yield rows
-    while awaited(session.result()) is not None:
-        pass
-
-
-def awaited(waiting: Generator[None, None, Answer]) -> Answer:
-    """Wait to the end: a task has nothing else to do."""
-    while True:
-        try:
-            next(waiting)
-        except StopIteration as over:
-            answer: Answer = over.value
-            return answer

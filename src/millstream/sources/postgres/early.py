@@ -19,8 +19,9 @@ import pyarrow as pa
 from millstream.errors import SourceUnavailable
 from millstream.model import Relation
 from millstream.sources.base import Chunk
-from millstream.sources.postgres.chunks import awaited, copied, holds_still, statement_of, whole_table
+from millstream.sources.postgres.chunks import holds_still, statement_of, whole_table
 from millstream.sources.postgres.connection import Connection, translated
+from millstream.sources.postgres.copying import awaited, copied
 from millstream.sources.postgres.patterns import quote
 from millstream.sources.postgres.session import TURN_SECONDS, Refused, Session
 

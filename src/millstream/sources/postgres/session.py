@@ -113,9 +113,7 @@ class Session:
     def _error(self, result: PGresult) -> Exception:
         message = (result.error_field(pq.DiagnosticField.MESSAGE_PRIMARY) or b"").decode("utf-8", "replace")
         state = (result.error_field(pq.DiagnosticField.SQLSTATE) or b"").decode()
-        if not state or (state.startswith(_GONE) and state != "57014"):
-            return translate(state or None, message or "the connection was lost", "reading in bulk")
-        return Refused(state, message)
+        return refusal(state, message)
 
     @contextmanager
     def _alive(self) -> Iterator[None]:
@@ -123,6 +121,13 @@ class Session:
             yield
         except psycopg.Error as lost:
             raise SourceUnavailable(f"{SESSION} was lost ({type(lost).__name__})") from None
+
+
+def refusal(state: str, message: str) -> Exception:
+    """The error for what the server says: Refused, unless the session is over."""
+    if not state or (state.startswith(_GONE) and state != "57014"):
+        return translate(state or None, message or "the connection was lost", "reading in bulk")
+    return Refused(state, message)
 
 
 def values(result: PGresult) -> Rows:

@@ -1,0 +1,257 @@
+"""What a COPY sends, taken from the connection's socket itself.
+
+Libpq hands on a copy row by row, with a call, some memory and a copy each: that takes longer than to decode the row.
+But the messages of a copy follow each other in what the socket gives, and where they begin can be found for all of them
+at once. So a statement that copies is spoken with the server directly. Libpq has made the session and is idle
+meanwhile: it finds the session idle again. Where libpq encrypts what goes over the socket this cannot be done.
+
+    message    tag byte1, length int32 (of itself and what follows), content; numbers are big-endian
+    H          the copy begins: ... number of columns int16
+    d          a row: the number of columns int16, then its cells. The header of the copy stands in front of the first
+    c, C, Z    the copy, the statement, and all of it has ended
+    E          it was refused. Others (notices, parameters) are of no interest here
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+from collections.abc import Iterator
+from os import dup
+from types import TracebackType
+from typing import Final, Self
+
+import numpy as np
+import numpy.typing as npt
+import psycopg
+import pyarrow as pa
+import pyarrow.compute as pc
+from psycopg.pq.abc import PGconn
+
+from millstream.errors import SourceUnavailable
+from millstream.sources.postgres.cells import Ints, integers
+from millstream.sources.postgres.pgoutput import ProtocolError, copy_header
+from millstream.sources.postgres.session import Session, refusal
+
+RUN_BYTES: Final = 4 << 20
+"""So much of a copy is handed on at a time."""
+MORE_BYTES, MORE_SECONDS = 256 << 10, 0.005
+"""How much is worth to be woken for, and how long it is waited for."""
+
+_ROOM = 1 << 20
+_PIECE = 64 << 10
+_HEAD = 5
+_END = b"\xff\xff"
+_READY = b"Z\0\0\0\5"
+_PASSED_OVER = frozenset(b"cCNSA")
+
+
+def is_open_to_read(connection: PGconn) -> bool:
+    """Whether what goes over the connection's socket is what the server says, and not what libpq makes of it."""
+    try:
+        return not connection.ssl_in_use and not connection.used_gssapi
+    except psycopg.NotSupportedError:
+        return False
+
+
+class CopySocket:
+    """One statement that copies out, from its beginning to its end. Not for threads.
+
+    The session is idle before and after. Who leaves before the copy has come to its end finds the session closed.
+    """
+
+    def __init__(self, session: Session, what: str) -> None:
+        """`what` names the session in the error that says that it was lost."""
+        self._session = session
+        self._what = what
+        self._socket = socket.socket(fileno=dup(session.connection.socket))
+        self._poll = select.poll()
+        self._buffer = bytearray(RUN_BYTES + _ROOM)
+        self._have = 0
+        self._wanted = RUN_BYTES
+        self._columns: int | None = None
+        self._first = True
+        self._refused: Exception | None = None
+        self._over = self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._wake_for(1)
+        self._socket.close()
+        if not self._over:
+            # The server would go on, and libpq would not understand what still comes.
+            with contextlib.suppress(psycopg.Error):
+                self._session.connection.get_cancel().cancel()
+            self._session.connection.finish()
+
+    def rows(self, statement: str) -> Iterator[pa.LargeBinaryArray]:
+        """The rows, some megabytes at a time. Raises Refused when the server does not copy (any more)."""
+        self._send(statement)
+        while not self._over:
+            self._receive()
+            found = self._cut()
+            if len(found):
+                yield found
+            if self._closed and not self._over:
+                raise self._refused or self._lost("it was closed")
+        if self._refused is not None:
+            raise self._refused
+
+    def _send(self, statement: str) -> None:
+        text = statement.encode()
+        left = memoryview(b"Q" + struct.pack(">i", len(text) + 5) + text + b"\0")
+        self._poll.register(self._socket, select.POLLOUT)
+        while left:
+            self._poll.poll()
+            with self._alive(), contextlib.suppress(BlockingIOError):
+                left = left[self._socket.send(left) :]
+        self._poll.modify(self._socket, select.POLLIN)
+
+    # Bytes
+
+    def _receive(self) -> None:
+        """Take in at least something, and if more comes, a whole run."""
+        free = memoryview(self._buffer)
+        while True:
+            self._wait()
+            with self._alive(), contextlib.suppress(BlockingIOError):
+                count = self._socket.recv_into(free[self._have :])
+                self._have += count
+                self._closed = not count
+            ready = self._buffer[max(0, self._have - len(_READY) - 1) : self._have].startswith(_READY)
+            if self._closed or ready or self._have >= self._wanted:
+                return
+
+    def _wait(self) -> None:
+        self._wake_for(MORE_BYTES)
+        if not self._poll.poll(MORE_SECONDS * 1000):
+            self._wake_for(1)
+            self._poll.poll()
+
+    def _wake_for(self, amount: int) -> None:
+        # Not every socket knows this; one that does not wakes us for each message.
+        with contextlib.suppress(OSError):
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, amount)
+
+    @contextlib.contextmanager
+    def _alive(self) -> Iterator[None]:
+        try:
+            yield
+        except BlockingIOError:
+            raise
+        except OSError as lost:
+            raise self._lost(type(lost).__name__) from None
+
+    def _lost(self, why: str) -> SourceUnavailable:
+        return SourceUnavailable(f"{self._what} was lost ({why})")
+
+    # Messages
+
+    def _cut(self) -> pa.LargeBinaryArray:
+        """The rows of the messages that are whole; the rest stays for the next time."""
+        data = np.frombuffer(self._buffer, np.uint8, self._have)
+        found: list[tuple[Ints, Ints]] = []
+        at = 0
+        while self._first and (end := self._one(at, found)) is not None:
+            at = end
+        if not self._first:
+            at = self._many(data, at, found)
+        rows = _taken(data, found)
+        del data
+        self._keep(at)
+        return rows
+
+    def _many(self, data: npt.NDArray[np.uint8], at: int, found: list[tuple[Ints, Ints]]) -> int:
+        """All messages from here on that are whole; returns where they end."""
+        heads, ends = _heads(data, self._columns or 0)
+        # A message is one if it begins where the one before it ends: what only looks like one is never in the chain.
+        broken = np.append(np.flatnonzero(heads[1:] != ends[:-1]), len(heads) - 1)
+        while True:
+            number = int(np.searchsorted(heads, at))
+            if number < len(heads) and heads[number] == at:
+                last = int(broken[np.searchsorted(broken, number)]) + 1
+                whole = number + int(np.searchsorted(ends[number:last], len(data), side="right"))
+                if whole == number:
+                    return at
+                found.append((heads[number:whole] + _HEAD, ends[number:whole]))
+                at = int(ends[whole - 1])
+            elif (end := self._one(at, found)) is not None:
+                at = end
+            else:
+                return at
+
+    def _one(self, at: int, found: list[tuple[Ints, Ints]]) -> int | None:
+        """A message of any kind; returns where it ends, None if it is not whole yet."""
+        if self._over or self._have < at + _HEAD:
+            return None
+        tag, size = struct.unpack_from(">BI", self._buffer, at)
+        begin, end = at + _HEAD, at + 1 + int(size)
+        if end > self._have:
+            return None
+        if tag == ord("d"):
+            if self._first:
+                begin += copy_header(bytes(self._buffer[begin:end]))
+                self._first = False
+            if self._buffer[begin:end] != _END and begin < end:
+                found.append((np.array([begin]), np.array([end])))
+        elif tag == ord("H"):
+            (self._columns,) = struct.unpack_from(">h", self._buffer, begin + 1)
+        elif tag == ord("E"):
+            self._refused = _refusal(bytes(self._buffer[begin:end]))
+        elif tag == ord("Z"):
+            self._over = True
+        elif tag not in _PASSED_OVER:
+            raise ProtocolError("the server sent what is no part of a copy")
+        return end
+
+    def _keep(self, at: int) -> None:
+        """Move what is left to the front, and make room for a message that is larger than all there is."""
+        rest = self._buffer[at : self._have]
+        self._buffer[: len(rest)] = rest
+        self._have, self._wanted = len(rest), RUN_BYTES
+        if len(rest) >= _HEAD:
+            self._wanted = max(RUN_BYTES, 1 + int(struct.unpack_from(">I", rest, 1)[0]))
+            if self._wanted > len(self._buffer):
+                self._buffer = rest + bytes(self._wanted - len(rest))
+
+
+def _heads(data: npt.NDArray[np.uint8], columns: int) -> tuple[Ints, Ints]:
+    """Where it looks as if a row of less than 64 KiB began, and where it would end."""
+    if len(data) < _HEAD + 2:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    found = []
+    last = len(data) - _HEAD - 1
+    # A piece at a time, which the processor keeps at hand from one look to the next.
+    for begin in range(0, last, _PIECE):
+        end = min(begin + _PIECE, last)
+        looks = data[begin:end] == ord("d")
+        looks &= data[begin + 1 : end + 1] == 0
+        found.append(np.flatnonzero(looks) + begin)
+    at = np.concatenate(found)
+    at = at[(data[at + 2] == 0) & (data[at + 5] == columns >> 8) & (data[at + 6] == columns & 0xFF)]
+    return at, at + 1 + (data[at + 3].astype(np.int64) << 8 | data[at + 4])
+
+
+def _taken(data: npt.NDArray[np.uint8], found: list[tuple[Ints, Ints]]) -> pa.LargeBinaryArray:
+    """These pieces of the data. They and the gaps between them are the elements of an array, of which every second is
+    taken: that copies them at the speed of memory."""
+    rows = sum(len(begins) for begins, _ in found)
+    bounds = np.zeros(2 * rows + 1, np.int64)
+    if rows:
+        bounds[0:-1:2] = np.concatenate([begins for begins, _ in found])
+        bounds[1::2] = np.concatenate([ends for _, ends in found])
+        bounds[-1] = bounds[-2]
+    both = pa.Array.from_buffers(pa.large_binary(), 2 * rows, [None, pa.py_buffer(bounds), pa.py_buffer(data)])
+    return pc.take(both, integers(np.arange(0, 2 * rows, 2, dtype=np.uint32)), boundscheck=False)
+
+
+def _refusal(fields: bytes) -> Exception:
+    """What the server says against it: fields of a letter and a text each."""
+    told = {field[:1]: field[1:] for field in fields.split(b"\0") if field}
+    return refusal(told.get(b"C", b"").decode(), told.get(b"M", b"").decode("utf-8", "replace"))
