@@ -171,6 +171,8 @@ def _numbers(values: npt.NDArray[np.int32]) -> pa.Int32Array:
 
 
 def _position(position: npt.NDArray[np.int64]) -> pa.StringArray:
+    if len(position) > 1 and (position == position[0]).all():
+        return pa.repeat(_position(position[:1])[0], len(position))
     digits = _hex(position, _UPPER)
     text = np.empty((len(position), 17), np.uint8)
     text[:, :8], text[:, 8], text[:, 9:] = digits[:, :8], ord("/"), digits[:, 8:]
@@ -178,11 +180,15 @@ def _position(position: npt.NDArray[np.int64]) -> pa.StringArray:
 
 
 def _event_id(position: npt.NDArray[np.int64], tx_index: pa.Array, event_prefix: str) -> pa.StringArray:
-    front = f"{event_prefix}-".encode()
+    front, index = f"{event_prefix}-".encode(), tx_index.cast(pa.string())
+    if len(position) and (position == position[0]).all():
+        # A transaction, or a chunk of a baseline.
+        same = front + _hex(position[:1], _LOWER).tobytes() + b"-"
+        return pc.binary_replace_slice(index, 0, 0, same)
     text = np.empty((len(position), len(front) + 17), np.uint8)
     text[:, : len(front)] = np.frombuffer(front, np.uint8)
     text[:, len(front) : -1], text[:, -1] = _hex(position, _LOWER), ord("-")
-    return pc.binary_join_element_wise(_fixed_width(text), tx_index.cast(pa.string()), _NOTHING)
+    return pc.binary_join_element_wise(_fixed_width(text), index, _NOTHING)
 
 
 def _hex(numbers: npt.NDArray[np.int64], digits: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint8]:

@@ -29,6 +29,9 @@ from millstream.targets.base import Attempt, Lane, LaneBatch, Part, Receipt, Sta
 from millstream.targets.rejects import Guard, Outstanding
 from millstream.transforms.shape import Shaping
 
+_LONG_BYTES = 2 << 20
+"""So many bytes of rows are a long run, however few rows they are."""
+
 
 @dataclass(frozen=True)
 class BaselinePlan:
@@ -239,8 +242,8 @@ def _gathered(arrays: Iterable[pa.LargeBinaryArray]) -> Iterator[pa.LargeBinaryA
     for array in arrays:
         waiting.append(array)
         rows, size = rows + len(array), size + array.nbytes
-        if rows >= CHUNK_ROWS or size >= CHUNK_BYTES:
-            yield pa.concat_arrays(waiting)
+        if rows >= CHUNK_ROWS or size >= _LONG_BYTES:
+            yield waiting[0] if len(waiting) == 1 else pa.concat_arrays(waiting)
             waiting, rows, size = [], 0, 0
     if waiting:
         yield pa.concat_arrays(waiting)

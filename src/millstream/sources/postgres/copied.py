@@ -15,12 +15,26 @@ import pyarrow as pa
 
 from millstream.errors import JournalCorrupt
 from millstream.model import Column, Relation
-from millstream.sources.postgres.cells import BINARY, NULL, TEXT, Cells, Ints, Message
+from millstream.sources.postgres.cells import BINARY, TEXT, Ints, Message, gather
 from millstream.sources.postgres.patterns import quote
 from millstream.sources.postgres.pgoutput import copy_header
 from millstream.sources.postgres.types import BY_ARRAY_OID, BY_OID
 
 _NO_VALUE = 0xFFFFFFFF
+_SIDE_BY_SIDE = 16
+"""So many columns are taken out together, at most."""
+_SIZES = {
+    oid: size
+    for size, oids in {
+        1: (16,),
+        2: (21,),
+        4: (23, 26, 28, 29, 700, 1082),
+        8: (20, 701, 790, 1083, 1114, 1184, 5069),
+        16: (2950,),
+    }.items()
+    for oid in oids
+}
+"""By OID the types whose values have one size: numbers, dates and times, uuid."""
 _COPY_END = b"\xff\xff"
 _BY_VERSION = "char"
 """Its text is another from Postgres 16 on, and its bytes do not tell which is meant."""
@@ -42,21 +56,78 @@ def select_list(relation: Relation, values: Sequence[str] | None = None) -> str:
     return ", ".join(name if form == BINARY else _as_text(name) for name, form in pairs)
 
 
-def walk_copied(message: Message, at: Ints, kinds: Sequence[int]) -> tuple[Cells, Ints]:
-    """What `cells.walk` does, for rows of a copy; `kinds` are the forms of the columns."""
-    columns = len(kinds)
-    if (message.int16(at) != columns).any():
-        raise JournalCorrupt(f"a copied row does not have the {columns} columns of its relation")
-    cells = Cells(np.empty((columns, len(at)), np.uint8), message.bounds(columns, len(at)))
-    at = at + 2
-    for column, kind in enumerate(kinds):
-        length = message.int32(at).astype(np.int64)
-        missing = length == _NO_VALUE
-        start = at + 4
-        at = start + np.where(missing, 0, length)
-        cells.kind[column] = np.where(missing, NULL, kind)
-        cells.bounds[column, 0:-1:2], cells.bounds[column, 1::2] = start, at
-    return cells, at
+class CopiedCells:
+    """Cuts copied rows of one relation into cells, by column, many rows at a time.
+
+    Cells of one size that stand beside each other have the same places in every row, as long as none of them is NULL:
+    those of all rows are taken out together. Which columns had NULLs is remembered, so that this is not tried in vain.
+    """
+
+    def __init__(self, relation: Relation) -> None:
+        self.kinds = forms(relation)
+        pairs = zip(relation.columns, self.kinds, strict=True)
+        self._sizes = [_SIZES.get(column.type_oid) if kind == BINARY else None for column, kind in pairs]
+
+    def values(self, message: Message) -> tuple[list[pa.Array], Ints]:
+        """The cells of each column as a binary array, and where the rows end.
+
+        The ends must be compared with where the rows end before a cell is used, as after `cells.walk`. Raises
+        IndexError when a length leads out of the chunk.
+        """
+        columns = len(self.kinds)
+        if (message.int16(message.begin) != columns).any():
+            raise JournalCorrupt(f"a copied row does not have the {columns} columns of its relation")
+        found: list[pa.Array] = []
+        at = message.begin + 2
+        while len(found) < columns:
+            run = self._run(message, at, len(found))
+            taken, at = _side_by_side(message, at, run) if run else ([], at)
+            found += taken
+            if len(taken) < len(run):
+                self._sizes[len(found)] = None
+            if not taken:
+                values, at = _one_column(message, at)
+                found.append(values)
+        return found, at
+
+    def _run(self, message: Message, at: Ints, first: int) -> list[int]:
+        """The sizes of the columns from here on that can be taken together: no row ends before they do."""
+        room = len(message.bytes) - int(at[-1])
+        run: list[int] = []
+        for size in self._sizes[first : first + _SIDE_BY_SIDE]:
+            if size is None or sum(run) + 4 * len(run) + 4 + size > room:
+                break
+            run.append(size)
+        return run
+
+
+def _side_by_side(message: Message, at: Ints, sizes: Sequence[int]) -> tuple[list[pa.Array], Ints]:
+    """Cells of these sizes, which begin at `at`: as many columns as have no cell of another size."""
+    pairs = [((f"length{at}", "<u4"), (f"value{at}", f"V{size}")) for at, size in enumerate(sizes)]
+    form = np.dtype([part for pair in pairs for part in pair])
+    every = np.ndarray((len(message.bytes) - form.itemsize + 1,), f"V{form.itemsize}", message.buffer, strides=(1,))
+    together = every[at].view(form)
+    found: list[pa.Array] = []
+    for number, size in enumerate(sizes):
+        if (together[f"length{number}"] != int.from_bytes(size.to_bytes(4), "little")).any():
+            break
+        values = np.ascontiguousarray(together[f"value{number}"])
+        offsets = np.arange(0, size * len(at) + 1, size, dtype=np.int32)
+        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(values)]
+        found.append(pa.Array.from_buffers(pa.binary(), len(at), buffers))
+    return found, at + sum(4 + size for size in sizes[: len(found)])
+
+
+def _one_column(message: Message, at: Ints) -> tuple[pa.Array, Ints]:
+    """Cells of any size."""
+    length = message.int32(at).astype(np.int64)
+    there = length != _NO_VALUE
+    every = bool(there.all())
+    start = at + 4
+    end = start + (length if every else np.where(there, length, 0))
+    bounds = message.bounds(1, len(at))[0]
+    bounds[0:-1:2], bounds[1::2] = start, end
+    return gather(message, bounds, None if every else there), end
 
 
 def rows_of_copy(raw: bytes, sizes: list[int], *, first: bool) -> pa.LargeBinaryArray:

@@ -14,7 +14,7 @@ order they came in; nothing is regrouped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,7 +38,7 @@ from millstream.sources.postgres.cells import (
     strings,
     walk,
 )
-from millstream.sources.postgres.copied import forms, walk_copied
+from millstream.sources.postgres.copied import CopiedCells
 from millstream.sources.postgres.types import ColumnType, column_types
 
 CHUNK_ROWS = 16 << 10
@@ -63,6 +63,7 @@ class PostgresDecoder:
     def __init__(self, relation: Relation) -> None:
         self.relation = relation
         self.types = column_types(relation)
+        self._copied = CopiedCells(relation)
 
     def decode(self, op: npt.NDArray[np.uint8], payload: pa.LargeBinaryArray) -> Decoded:
         """Decode a run of changes of this relation (see the contract in `sources.base`).
@@ -77,15 +78,23 @@ class PostgresDecoder:
     def _chunk(self, op: npt.NDArray[np.uint8], payload: pa.LargeBinaryArray, result: Result) -> None:
         message = Message(payload)
         try:
+            if (op == Op.READ).all():
+                self._read(message, result)
+                return
             after, before, has_before = self._cells(op, message)
         except IndexError:
             raise JournalCorrupt(f"a message of {self.relation.table} ends before its row does") from None
         result.add(message, after, before, has_before)
 
+    def _read(self, message: Message, result: Result) -> None:
+        """Rows that were read by a baseline."""
+        values, at = self._copied.values(message)
+        if (at != message.end).any():
+            raise JournalCorrupt(f"a copied row of {self.relation.table} is not as long as its columns")
+        result.add_copied(values, self._copied.kinds, len(at))
+
     def _cells(self, op: npt.NDArray[np.uint8], message: Message) -> tuple[Cells, Cells | None, Bools]:
         """The cells of the new rows (old ones, for deletes), those of the old rows, and where there are old rows."""
-        if (op == Op.READ).all():
-            return self._copied(message)
         tag = message.bytes[message.begin]
         if (tag != _TAGS[op]).any():
             raise JournalCorrupt(f"a message of {self.relation.table} is not of the kind its operation says")
@@ -101,13 +110,6 @@ class PostgresDecoder:
         has_before = np.zeros(len(op), bool)
         has_before[rows] = some
         return after, before, has_before
-
-    def _copied(self, message: Message) -> tuple[Cells, Cells | None, Bools]:
-        """The same for rows that were read by a baseline."""
-        cells, at = walk_copied(message, message.begin, forms(self.relation))
-        if (at != message.end).any():
-            raise JournalCorrupt(f"a copied row of {self.relation.table} is not as long as its columns")
-        return cells, None, np.zeros(len(message.begin), bool)
 
     def _tuples(
         self, message: Message, tag: npt.NDArray[np.uint8], begin: Ints, end: Ints
@@ -151,7 +153,9 @@ def chunks(payload: pa.LargeBinaryArray, columns: int) -> Iterator[tuple[int, in
     begin = 0
     while begin < rows:
         fits = int(np.searchsorted(offsets, offsets[begin] + CHUNK_BYTES, side="right")) - 1
-        end = min(rows, begin + most, max(begin + 1, fits))
+        # A little more at the end is not worth a chunk of its own, with which all would have to be put together.
+        left = rows - begin
+        end = min(begin + (left if left <= most + most // 4 else most), max(begin + 1, fits))
         yield begin, end
         begin = end
 
@@ -178,6 +182,12 @@ class Result:
         new = self._columns(message, after, "")
         old = None if before is None else self._columns(message, before, BEFORE)
         self.append(new, old, has_before)
+
+    def add_copied(self, cells: Sequence[pa.Array], kinds: Sequence[int], rows: int) -> None:
+        """Cast and append one chunk of rows that were copied; `kinds` are the forms of their columns."""
+        pairs = enumerate(zip(cells, kinds, strict=True))
+        columns = [self._cast(values, column, "", binary=kind == BINARY) for column, (values, kind) in pairs]
+        self.append(columns, None, np.zeros(rows, bool))
 
     def append(self, after: list[pa.Array], before: list[pa.Array] | None, has_before: Bools) -> None:
         """Append the columns of one chunk, whose rare marks were noted already."""
@@ -216,8 +226,12 @@ class Result:
         self, message: Message, cells: Cells, column: int, prefix: str, sent: Bools | None, *, binary: bool
     ) -> pa.Array:
         """The column with the cells that were `sent` in one form (None: all were); the others are NULL."""
+        return self._cast(gather(message, cells.bounds[column], sent), column, prefix, binary=binary)
+
+    def _cast(self, values: pa.Array, column: int, prefix: str, *, binary: bool) -> pa.Array:
         to = self.types[column]
-        values = gather(message, cells.bounds[column], sent)
+        if values.null_count == len(values):
+            return pa.nulls(len(values), to.arrow)
         array, odd = to.read_binary(values) if binary else to.read(values)
         if len(odd):
             exact = to.binary_text(values, odd) if binary else exact_text(values, odd)

@@ -19,7 +19,10 @@ from millstream.sources.postgres.cells import Bools, Ints, integers, strings
 
 _NEGATIVE, _NAN, _INFINITY, _MINUS_INFINITY = 0x4000, 0xC000, 0xD000, 0xF000
 _COUNTED_DIGITS = 18
+_ALWAYS_COUNTED = 4
+"""So many digits to the base of 10,000 are no more than that."""
 _MOST = 10**_COUNTED_DIGITS - 1
+_TENS: Ints = 10 ** np.arange(_COUNTED_DIGITS + 1)
 _GROUPS: Octets = (
     np.arange(10_000)[:, None] // np.array([1000, 100, 10, 1]) % 10 + ord("0")
 ).astype(np.uint8)  # fmt: skip
@@ -39,10 +42,9 @@ class _Heads:
     def of(cls, values: Values) -> _Heads:
         if (values.sizes < 8).any():
             refuse("numeric")
-        count, weight, sign, scale = (
-            values.at(values.first + 2 * number, kind, "numeric").astype(np.int64)
-            for number, kind in enumerate((">u2", ">i2", ">u2", ">u2"))
-        )
+        head = values.at(values.first, ">i8", "numeric")
+        count, sign, scale = (head >> places & 0xFFFF for places in (48, 16, 0))
+        weight = (head >> 32).astype(np.int16).astype(np.int64)
         if (values.sizes != 8 + 2 * count).any():
             refuse("numeric")
         return cls(count, weight, sign, scale, (sign == 0) | (sign == _NEGATIVE))
@@ -53,7 +55,7 @@ def numeric(cells: pa.Array, to: pa.DataType) -> Casted:
     heads = _Heads.of(values)
     if pa.types.is_string(to):
         return _texts(values, heads), NONE
-    counted = _counted(values, heads, to.precision, to.scale) if to.precision <= _COUNTED_DIGITS else None
+    counted = _counted(values, heads, to.precision, to.scale)
     if counted is not None:
         return values.column(counted, to, heads.finite)
     return casts.parsed(_texts(values, heads).view(pa.binary()), to)
@@ -61,25 +63,44 @@ def numeric(cells: pa.Array, to: pa.DataType) -> Casted:
 
 def _counted(values: Values, heads: _Heads, precision: int, scale: int) -> Numbers | None:
     """The values in units of the last decimal place, as 128-bit integers; None if one is not that simple."""
-    total = np.zeros(len(values), np.int64)
-    for number in range(int(heads.count.max(initial=0))):
-        rows = np.flatnonzero(heads.count > number)
-        power = 4 * (heads.weight[rows] - number) + scale
-        # The first digit may reach the 18th place, and the last one lie up to three places behind the scale.
-        if ((power < -3) | (power >= _COUNTED_DIGITS)).any():
+    total = _digits(values, heads.count) if precision <= _COUNTED_DIGITS else None
+    if total is None:
+        return None
+    # How many decimal places lie between the last digit and the unit: less than one group, if the unit comes first.
+    power = np.where(heads.count > 0, 4 * (heads.weight - heads.count + 1) + scale, 0)
+    behind = -scale % 4
+    if (power < -behind).any() or (power >= _COUNTED_DIGITS).any():
+        return None
+    if behind and (beyond := power < 0).any():
+        units, rest = np.divmod(total, 10**behind)
+        if (rest[beyond] != 0).any():
             return None
-        digit = values.at(values.first[rows] + 8 + 2 * number, ">u2", "numeric").astype(np.int64)
-        places = 10 ** np.maximum(power, 0)
-        behind = 10 ** np.maximum(-power, 0)
-        if (digit > 9999).any() or (digit % behind).any() or (digit // behind > _MOST // places).any():
-            return None
-        total[rows] += digit // behind * places
+        total = np.where(beyond, units, total)
+        power = np.maximum(power, 0)
+    if (total > _MOST // _TENS[power]).any():
+        return None
+    total *= _TENS[power]
     if (total >= 10**precision).any():
         return None
     wide = np.empty((len(total), 2), np.int64)
     wide[:, 0] = np.where(heads.sign == _NEGATIVE, -total, total)
     wide[:, 1] = wide[:, 0] >> 63
     return wide
+
+
+def _digits(values: Values, count: Ints) -> Ints | None:
+    """The digits of each value as one number, whatever their weight; None if there are too many, or one is none."""
+    total = np.zeros(len(values), np.int64)
+    for number in range(int(count.max(initial=0))):
+        if number >= _ALWAYS_COUNTED and (total > _MOST // 10_000).any():
+            return None
+        there = count > number
+        place = np.where(there, values.first + 8 + 2 * number, values.first)
+        digit = np.where(there, values.at(place, ">u2", "numeric"), 0)
+        if (digit > 9999).any():
+            return None
+        total = np.where(there, total * 10_000 + digit, total)
+    return total
 
 
 def _texts(values: Values, heads: _Heads) -> pa.Array:
