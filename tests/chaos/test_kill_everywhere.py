@@ -59,6 +59,8 @@ ELSEWHERE = {
     **dict.fromkeys(
         ("lane.opened", "lane.claimed", "lane.written", "lane.committed"), "tests/integration/test_delivery_kills.py"
     ),
+    # A step of baselines.
+    "lane.loaded": "tests/integration/test_baseline_kills.py",
     # Nobody asks for anything once more there.
     **dict.fromkeys(
         (

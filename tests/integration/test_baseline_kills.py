@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow.compute as pc
 import pytest
 
+from millstream.embedded import EmbeddedPostgres
 from millstream.journal import JournalReader
 from millstream.model import Relation
 from millstream.targets.directory import directory_of
@@ -22,7 +23,7 @@ from tests.fixtures.baselines import NAMES, TABLES, change, differing, rows_read
 from tests.fixtures.capture import Captured, captured
 from tests.fixtures.delivering import deliver
 from tests.fixtures.forks import run
-from tests.fixtures.postgres import Database
+from tests.fixtures.postgres import Database, fresh_database
 from tests.integration.test_delivery_kills import failpoints
 
 pytestmark = pytest.mark.postgres
@@ -38,8 +39,11 @@ class Deliveries:
         kind: str,
         options: dict[str, Any],
         process: Callable[..., int | None] = deliver,
+        *,
+        changing: bool = True,
     ) -> None:
         self._root = root
+        self._changing = changing
         self._process = process
         self._capture = capture
         self._order = (str(root), kind, options, capture.database.uri, capture.database.name)
@@ -51,7 +55,8 @@ class Deliveries:
         state.mkdir(exist_ok=True)
         environment = {"MILLSTREAM_FAILPOINT": ",".join(armed), "MILLSTREAM_FAILPOINT_STATE": str(state)}
         for _ in range(len(armed) + 1):
-            self.change()
+            if self._changing:
+                self.change()
             done = run(self._process, *self._order, environment=environment)
             if done.code == 0:
                 break
@@ -107,3 +112,22 @@ def test_a_lane_gets_the_baseline_in_one_transaction(tmp_path: Path, database: D
             held = copy.execute('SELECT id, flag FROM "public.item" ORDER BY id').fetchall()
         expected = database.sql("SELECT id, flag FROM item ORDER BY id")
         assert [(key, None if flag is None else bool(flag)) for key, flag in held] == expected
+
+
+def test_tables_that_get_their_keys_after_their_rows_get_both_or_nothing(
+    tmp_path: Path, database: Database, postgres: EmbeddedPostgres
+) -> None:
+    database.sql("CREATE TABLE item (id int, region int, note text, flag bool, PRIMARY KEY (region, id))")
+    database.sql("INSERT INTO item SELECT i, i % 3, 'x' || i, true FROM generate_series(1, 1000) i")
+    rows = "SELECT id, region, note, flag FROM item ORDER BY id"
+    with fresh_database(postgres) as copy, captured(database, tmp_path / "journal") as capture:
+        capture.await_log_end()
+        deliveries = Deliveries(tmp_path, capture, "postgres", {"uri": copy.uri}, changing=False)
+        assert deliveries.run(["lane.loaded"]) == ["lane.loaded"]
+        assert copy.sql(rows) == database.sql(rows)
+        key = "SELECT pg_get_constraintdef(oid) FROM pg_constraint WHERE conrelid = 'item'::regclass AND contype = 'p'"
+        assert copy.sql(key) == database.sql(key) == [("PRIMARY KEY (region, id)",)]
+        database.sql("UPDATE item SET flag = false WHERE id % 5 = 0; DELETE FROM item WHERE id % 7 = 0")
+        capture.await_log_end()
+        deliveries.run([])
+        assert copy.sql(rows) == database.sql(rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,15 +72,17 @@ def passed_on(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def deliver(database: Database, copy: Database, **options: Any) -> int:
-    """Copy all tables; returns how many rows were told."""
+def deliver(database: Database, copy: Database, *, key: str | None = None, **options: Any) -> int:
+    """Copy all tables; returns how many rows were told. `key`: as if that identified their rows."""
     target = PostgresTarget(PostgresTargetOptions(uri=copy.uri, **options))
     target.open(CONTEXT)
     source = source_spec(database)
     with closing(take_snapshot(source, lambda _: None, captured=False)) as snapshot:
         chunks = snapshot.plan.chunks
+        if key is not None:
+            chunks = tuple(replace(one, relation=replace(one.relation, key=(key,))) for one in chunks)
         numbers = {relation: at for at, relation in enumerate(dict.fromkeys(chunk.relation for chunk in chunks), 1)}
-        plan = BaselinePlan(source, snapshot.plan, "aaaa", SEQ, SEQ, numbers, target.stager())
+        plan = BaselinePlan(source, replace(snapshot.plan, chunks=chunks), "aaaa", SEQ, SEQ, numbers, target.stager())
         receipts = [row for part in read_chunks(plan, range(len(chunks)), 1) for row in part.to_pylist()]
     assert target.stager().database is PostgresDatabase
     return sum(row["rows"] for row in receipts)
@@ -98,6 +101,10 @@ def test_every_value_is_the_same_whichever_way_it_goes(
     for table in ("passed", "feelings", "prices"):
         assert_equal(database, copy, table)
     assert copy.sql("SELECT n FROM wider") == [(5,)]
+    keys = "SELECT conrelid::regclass::text, pg_get_constraintdef(oid) FROM pg_constraint WHERE contype = 'p'"
+    assert sorted(copy.sql(f"{keys} AND connamespace = 'public'::regnamespace")) == [
+        (table, "PRIMARY KEY (id)") for table in ("feelings", "passed", "prices", "wider")
+    ]
     assert copy.sql("SELECT DISTINCT _ms_seq FROM passed") == [(SEQ,)]
     if deletes == "soft":
         assert copy.sql("SELECT DISTINCT _ms_deleted FROM passed") == [(False,)]
@@ -134,3 +141,13 @@ def test_what_the_table_does_not_allow_is_a_row_to_blame_and_nothing_is_written(
     copy.sql("ALTER TABLE item DROP CONSTRAINT item_n_check")
     assert deliver(database, copy) == 9
     assert passed_on == ['"public"."item"']
+
+
+def test_two_rows_with_one_key_are_refused_though_the_key_comes_after_the_rows(
+    database: Database, copy: Database, passed_on: list[str]
+) -> None:
+    database.sql("CREATE TABLE item (id int PRIMARY KEY, n int); INSERT INTO item VALUES (1, 1), (2, 2), (3, 2)")
+    with pytest.raises(RowRefused, match=r"constraint item_pkey of public\.item does not allow a row"):
+        deliver(database, copy, key="n")
+    assert copy.sql("SELECT to_regclass('item')") == [(None,)]
+    assert deliver(database, copy) == 3

@@ -108,6 +108,7 @@ class PostgresDatabase(Database):
     kind = "postgres"
     boolean = "boolean"
     case_matters = True
+    adds_keys = True
 
     def __init__(self, options: LaneOptions) -> None:
         super().__init__(options)

@@ -92,8 +92,14 @@ class Database(ABC):
     many_readers = True
     """Whether several processes can read it at once."""
 
+    adds_keys = False
+    """Whether a table can get its key when its rows are there: that is faster than to keep it while they come."""
+
     def __init__(self, options: LaneOptions) -> None:
         self.options = options
+        self.loads = False
+        """Whether tables that the transaction makes get all their rows in it, and then their keys (`add_keys`)."""
+        self._keyless: dict[str, Sequence[str]] = {}
         self.asking = False
         """Whether only little is asked of it, by the driver: nobody waits long for that."""
         self.takes_back = False
@@ -154,9 +160,17 @@ class Database(ABC):
     def create(self, relation: Relation, columns: Sequence[ColumnDef], key: Sequence[str]) -> None:
         """Create the table for a relation. `key` is empty for one whose rows have no identity."""
         lines = [f"{quoted(c.name)} {c.type}{' NOT NULL' if c.name in (*key, '_ms_seq') else ''}" for c in columns]
-        if key:
-            lines.append(f"PRIMARY KEY ({', '.join(map(quoted, key))})")
+        if key and self.loads and self.adds_keys:
+            self._keyless[self.table(relation)] = key
+        elif key:
+            lines.append(_primary_key(key))
         self.run(f"CREATE TABLE {self.table(relation)} ({', '.join(lines)})")
+
+    def add_keys(self) -> None:
+        """Give the tables their keys that were made without. Raises RowRefused where two rows have the same one."""
+        waiting, self._keyless = self._keyless, {}
+        for table, key in waiting.items():
+            self.run(f"ALTER TABLE {table} ADD {_primary_key(key)}")
 
     def add_column(self, table: str, column: ColumnDef, constant: Constant | None, default: str = "") -> None:
         """Add a column, which every row there has as NULL, or as `constant`, or as `default` (SQL) for good."""
@@ -355,6 +369,10 @@ OWN = {
 def quoted(name: str) -> str:
     """An identifier."""
     return '"' + name.replace('"', '""') + '"'
+
+
+def _primary_key(key: Sequence[str]) -> str:
+    return f"PRIMARY KEY ({', '.join(map(quoted, key))})"
 
 
 def matches(key: Sequence[str], *, staged: str = "c", numbers: Sequence[int] | None = None) -> str:

@@ -70,6 +70,8 @@ class SqlLane:
                 hint="a file must be on storage that the driver and every worker share",
             )
         opening.takes_back = batch.isolate
+        # Which row it is that another one has the key of, only a table with a key can tell.
+        opening.loads = _is_baseline(batch.range) and self.options.write == "mirror" and not batch.isolate
         with opening as db:
             with db.transaction():
                 if not _claim(db, self.context, batch.range, batch.end_position):
@@ -80,6 +82,9 @@ class SqlLane:
                 self._write(db, batch)
                 db.settle()
                 batch.check_complete()
+                if db.loads:
+                    failpoint("lane.loaded")
+                    db.add_keys()
                 failpoint("lane.written")
             failpoint("lane.committed")
         return True
