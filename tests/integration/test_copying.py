@@ -10,6 +10,7 @@ import pytest
 
 from millstream.sources.postgres import copy_socket, copying
 from millstream.sources.postgres.connection import connect_session
+from millstream.sources.postgres.copy_socket import HEAD
 from millstream.sources.postgres.copying import awaited, copied
 from millstream.sources.postgres.options import PostgresOptions
 from millstream.sources.postgres.session import Refused, Session
@@ -52,7 +53,7 @@ def test_the_socket_gives_the_rows_that_libpq_gives(
     straight = rows_of(session, COPIES[case])
     assert awaited(session.run("SELECT 1")) == [("1",)], "the session goes on"
     monkeypatch.setattr(copying, "is_open_to_read", lambda _: False)
-    assert straight.equals(rows_of(session, COPIES[case]))
+    assert [row[HEAD:] for row in straight.to_pylist()] == rows_of(session, COPIES[case]).to_pylist()
     ((count,),) = awaited(session.run(f"SELECT count(*) FROM ({COPIES[case]}) AS counted"))
     assert len(straight) == int(count or 0)
 

@@ -16,7 +16,7 @@ from psycopg.pq.abc import PGconn
 
 from millstream.errors import SourceUnavailable
 from millstream.sources.postgres import copy_socket
-from millstream.sources.postgres.copy_socket import CopySocket
+from millstream.sources.postgres.copy_socket import HEAD, CopySocket
 from millstream.sources.postgres.pgoutput import ProtocolError
 from millstream.sources.postgres.session import Refused, Session
 
@@ -77,8 +77,11 @@ def server(sent: bytes, piece: int) -> Iterator[Connection]:
 
 
 def read(connection: Connection) -> list[bytes]:
+    """The rows, without the heads of their messages."""
     with CopySocket(session_of(connection), "the session") as copy:
-        return [row for rows in copy.rows("COPY it") for row in rows.to_pylist()]
+        found = [row for rows in copy.rows("COPY it") for row in rows.to_pylist()]
+    assert all(row == message(b"d", row[HEAD:]) for row in found)
+    return [row[HEAD:] for row in found]
 
 
 def session_of(connection: Connection) -> Session:

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from millstream.errors import JournalCorrupt
 from millstream.model import Column, Relation
 from millstream.sources.postgres.cells import BINARY, TEXT, Ints, Message, gather
+from millstream.sources.postgres.copy_socket import HEAD
 from millstream.sources.postgres.patterns import quote
 from millstream.sources.postgres.pgoutput import copy_header
 from millstream.sources.postgres.types import BY_ARRAY_OID, BY_OID
@@ -75,10 +77,11 @@ class CopiedCells:
         IndexError when a length leads out of the chunk.
         """
         columns = len(self.kinds)
-        if (message.int16(message.begin) != columns).any():
+        at = message.begin + head_of(message.bytes[message.begin])
+        if (message.int16(at) != columns).any():
             raise JournalCorrupt(f"a copied row does not have the {columns} columns of its relation")
         found: list[pa.Array] = []
-        at = message.begin + 2
+        at = at + 2
         while len(found) < columns:
             run = self._run(message, at, len(found))
             taken, at = _side_by_side(message, at, run) if run else ([], at)
@@ -99,6 +102,19 @@ class CopiedCells:
                 break
             run.append(size)
         return run
+
+
+def head_of(first: npt.NDArray[np.uint8]) -> int:
+    """How many bytes stand before copied rows, by the first byte of each: the head of its message, or nothing.
+
+    Without it a row begins with the number of its columns, of which there are never so many.
+    """
+    headed = first == ord("d")
+    if not headed.any():
+        return 0
+    if not headed.all():
+        raise JournalCorrupt("copied rows are in two forms")
+    return HEAD
 
 
 def _side_by_side(message: Message, at: Ints, sizes: Sequence[int]) -> tuple[list[pa.Array], Ints]:

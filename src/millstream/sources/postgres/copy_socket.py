@@ -27,11 +27,10 @@ import numpy as np
 import numpy.typing as npt
 import psycopg
 import pyarrow as pa
-import pyarrow.compute as pc
 from psycopg.pq.abc import PGconn
 
 from millstream.errors import SourceUnavailable
-from millstream.sources.postgres.cells import Ints, integers
+from millstream.sources.postgres.cells import Ints
 from millstream.sources.postgres.pgoutput import ProtocolError, copy_header
 from millstream.sources.postgres.session import Session, refusal
 
@@ -40,9 +39,11 @@ RUN_BYTES: Final = 4 << 20
 MORE_BYTES, MORE_SECONDS = 256 << 10, 0.005
 """How much is worth to be woken for, and how long it is waited for."""
 
+HEAD: Final = 5
+"""So many bytes stand before the row in its message."""
+
 _ROOM = 1 << 20
 _PIECE = 64 << 10
-_HEAD = 5
 _END = b"\xff\xff"
 _READY = b"Z\0\0\0\5"
 _PASSED_OVER = frozenset(b"cCNSA")
@@ -68,7 +69,7 @@ class CopySocket:
         self._what = what
         self._socket = socket.socket(fileno=dup(session.connection.socket))
         self._poll = select.poll()
-        self._buffer = bytearray(RUN_BYTES + _ROOM)
+        self._buffer: npt.NDArray[np.uint8] = np.empty(RUN_BYTES + _ROOM, np.uint8)
         self._have = 0
         self._wanted = RUN_BYTES
         self._columns: int | None = None
@@ -91,13 +92,14 @@ class CopySocket:
             self._session.connection.finish()
 
     def rows(self, statement: str) -> Iterator[pa.LargeBinaryArray]:
-        """The rows, some megabytes at a time. Raises Refused when the server does not copy (any more)."""
+        """The rows, some megabytes at a time, each with the head of its message in front.
+
+        Raises Refused when the server does not copy (any more).
+        """
         self._send(statement)
         while not self._over:
             self._receive()
-            found = self._cut()
-            if len(found):
-                yield found
+            yield from self._cut()
             if self._closed and not self._over:
                 raise self._refused or self._lost("it was closed")
         if self._refused is not None:
@@ -117,14 +119,14 @@ class CopySocket:
 
     def _receive(self) -> None:
         """Take in at least something, and if more comes, a whole run."""
-        free = memoryview(self._buffer)
+        free = self._buffer.data
         while True:
             self._wait()
             with self._alive(), contextlib.suppress(BlockingIOError):
                 count = self._socket.recv_into(free[self._have :])
                 self._have += count
                 self._closed = not count
-            ready = self._buffer[max(0, self._have - len(_READY) - 1) : self._have].startswith(_READY)
+            ready = self._buffer[max(0, self._have - len(_READY) - 1) : self._have].tobytes().startswith(_READY)
             if self._closed or ready or self._have >= self._wanted:
                 return
 
@@ -153,57 +155,59 @@ class CopySocket:
 
     # Messages
 
-    def _cut(self) -> pa.LargeBinaryArray:
+    def _cut(self) -> list[pa.LargeBinaryArray]:
         """The rows of the messages that are whole; the rest stays for the next time."""
-        data = np.frombuffer(self._buffer, np.uint8, self._have)
-        found: list[tuple[Ints, Ints]] = []
+        found: list[Ints] = []
         at = 0
         while self._first and (end := self._one(at, found)) is not None:
             at = end
         if not self._first:
-            at = self._many(data, at, found)
-        rows = _taken(data, found)
-        del data
+            at = self._many(at, found)
+        data = self._buffer
         self._keep(at)
-        return rows
+        # Few rows shall not hold much memory: whoever has asked for them may keep them.
+        data = data if 2 * at > len(data) else data[:at].copy()
+        return [_array(data, bounds) for bounds in _joined(found)]
 
-    def _many(self, data: npt.NDArray[np.uint8], at: int, found: list[tuple[Ints, Ints]]) -> int:
+    def _many(self, at: int, found: list[Ints]) -> int:
         """All messages from here on that are whole; returns where they end."""
-        heads, ends = _heads(data, self._columns or 0)
+        heads, ends = _heads(self._buffer[: self._have], self._columns or 0)
         # A message is one if it begins where the one before it ends: what only looks like one is never in the chain.
         broken = np.append(np.flatnonzero(heads[1:] != ends[:-1]), len(heads) - 1)
         while True:
             number = int(np.searchsorted(heads, at))
             if number < len(heads) and heads[number] == at:
                 last = int(broken[np.searchsorted(broken, number)]) + 1
-                whole = number + int(np.searchsorted(ends[number:last], len(data), side="right"))
+                whole = number + int(np.searchsorted(ends[number:last], self._have, side="right"))
                 if whole == number:
                     return at
-                found.append((heads[number:whole] + _HEAD, ends[number:whole]))
                 at = int(ends[whole - 1])
+                found.append(np.append(heads[number:whole], at))
             elif (end := self._one(at, found)) is not None:
                 at = end
             else:
                 return at
 
-    def _one(self, at: int, found: list[tuple[Ints, Ints]]) -> int | None:
+    def _one(self, at: int, found: list[Ints]) -> int | None:
         """A message of any kind; returns where it ends, None if it is not whole yet."""
-        if self._over or self._have < at + _HEAD:
+        if self._over or self._have < at + HEAD:
             return None
-        tag, size = struct.unpack_from(">BI", self._buffer, at)
-        begin, end = at + _HEAD, at + 1 + int(size)
+        tag, size = struct.unpack_from(">BI", self._buffer.data, at)
+        begin, end = at + HEAD, at + 1 + int(size)
         if end > self._have:
             return None
         if tag == ord("d"):
             if self._first:
-                begin += copy_header(bytes(self._buffer[begin:end]))
+                begin += copy_header(self._buffer[begin:end].tobytes())
                 self._first = False
-            if self._buffer[begin:end] != _END and begin < end:
-                found.append((np.array([begin]), np.array([end])))
+                # The row shall look like all others: what stands before it has been read.
+                self._buffer[begin - HEAD : begin] = np.frombuffer(_head(end - begin), np.uint8)
+            if self._buffer[begin:end].tobytes() != _END and begin < end:
+                found.append(np.array([begin - HEAD, end]))
         elif tag == ord("H"):
-            (self._columns,) = struct.unpack_from(">h", self._buffer, begin + 1)
+            (self._columns,) = struct.unpack_from(">h", self._buffer.data, begin + 1)
         elif tag == ord("E"):
-            self._refused = _refusal(bytes(self._buffer[begin:end]))
+            self._refused = _refusal(self._buffer[begin:end].tobytes())
         elif tag == ord("Z"):
             self._over = True
         elif tag not in _PASSED_OVER:
@@ -211,22 +215,22 @@ class CopySocket:
         return end
 
     def _keep(self, at: int) -> None:
-        """Move what is left to the front, and make room for a message that is larger than all there is."""
+        """Begin another buffer with what is left, with room for all of a message that is larger than a run."""
         rest = self._buffer[at : self._have]
+        self._wanted = RUN_BYTES
+        if len(rest) >= HEAD:
+            self._wanted = max(RUN_BYTES, 1 + int(struct.unpack_from(">I", rest.data, 1)[0]))
+        self._buffer = np.empty(self._wanted + _ROOM, np.uint8)
         self._buffer[: len(rest)] = rest
-        self._have, self._wanted = len(rest), RUN_BYTES
-        if len(rest) >= _HEAD:
-            self._wanted = max(RUN_BYTES, 1 + int(struct.unpack_from(">I", rest, 1)[0]))
-            if self._wanted > len(self._buffer):
-                self._buffer = rest + bytes(self._wanted - len(rest))
+        self._have = len(rest)
 
 
 def _heads(data: npt.NDArray[np.uint8], columns: int) -> tuple[Ints, Ints]:
     """Where it looks as if a row of less than 64 KiB began, and where it would end."""
-    if len(data) < _HEAD + 2:
+    if len(data) < HEAD + 2:
         return np.empty(0, np.int64), np.empty(0, np.int64)
     found = []
-    last = len(data) - _HEAD - 1
+    last = len(data) - HEAD - 1
     # A piece at a time, which the processor keeps at hand from one look to the next.
     for begin in range(0, last, _PIECE):
         end = min(begin + _PIECE, last)
@@ -238,17 +242,25 @@ def _heads(data: npt.NDArray[np.uint8], columns: int) -> tuple[Ints, Ints]:
     return at, at + 1 + (data[at + 3].astype(np.int64) << 8 | data[at + 4])
 
 
-def _taken(data: npt.NDArray[np.uint8], found: list[tuple[Ints, Ints]]) -> pa.LargeBinaryArray:
-    """These pieces of the data. They and the gaps between them are the elements of an array, of which every second is
-    taken: that copies them at the speed of memory."""
-    rows = sum(len(begins) for begins, _ in found)
-    bounds = np.zeros(2 * rows + 1, np.int64)
-    if rows:
-        bounds[0:-1:2] = np.concatenate([begins for begins, _ in found])
-        bounds[1::2] = np.concatenate([ends for _, ends in found])
-        bounds[-1] = bounds[-2]
-    both = pa.Array.from_buffers(pa.large_binary(), 2 * rows, [None, pa.py_buffer(bounds), pa.py_buffer(data)])
-    return pc.take(both, integers(np.arange(0, 2 * rows, 2, dtype=np.uint32)), boundscheck=False)
+def _joined(found: list[Ints]) -> Iterator[Ints]:
+    """Bounds of rows that follow each other, those put together that do so without a gap."""
+    waiting: list[Ints] = []
+    for bounds in found:
+        if waiting and bounds[0] != waiting[-1][-1]:
+            yield np.concatenate(waiting)
+            waiting = []
+        waiting[-1:] = [waiting[-1][:-1], bounds] if waiting else [bounds]
+    if waiting:
+        yield np.concatenate(waiting)
+
+
+def _array(data: npt.NDArray[np.uint8], bounds: Ints) -> pa.LargeBinaryArray:
+    buffers = [None, pa.py_buffer(bounds), pa.py_buffer(data)]
+    return pa.Array.from_buffers(pa.large_binary(), len(bounds) - 1, buffers)
+
+
+def _head(size: int) -> bytes:
+    return b"d" + struct.pack(">i", size + 4)
 
 
 def _refusal(fields: bytes) -> Exception:

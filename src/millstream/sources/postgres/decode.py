@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -258,7 +259,7 @@ class Result:
         return [self._nulls(len(has_before)) if chunk is None else chunk for chunk, has_before in pairs]
 
     def _nulls(self, rows: int) -> list[pa.Array]:
-        return [pa.nulls(rows, t.arrow) for t in self.types]
+        return [_nulls(t.arrow, rows) for t in self.types]
 
     def _unchanged(self) -> pa.ListArray:
         if not self.unchanged:
@@ -293,6 +294,16 @@ def _record_batch(schema: pa.Schema, chunked: list[list[pa.Array]], rows: int) -
         return pa.RecordBatch.from_struct_array(pa.Array.from_buffers(pa.struct([]), rows, [None]))
     columns = [parts[0] if len(parts) == 1 else pa.concat_arrays(parts) for parts in zip(*chunked, strict=True)]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _nulls(kind: pa.DataType, rows: int) -> pa.Array:
+    """So many NULLs, of which most chunks have the same number: made once, they are shared."""
+    return _many_nulls(kind, 1 << rows.bit_length()).slice(0, rows)
+
+
+@lru_cache(maxsize=256)
+def _many_nulls(kind: pa.DataType, rows: int) -> pa.Array:
+    return pa.nulls(rows, kind)
 
 
 def _offsets(rows: Ints, total: int) -> pa.Array:

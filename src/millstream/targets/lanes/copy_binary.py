@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from millstream.model import Json, Op, Relation
 from millstream.sources.decoders import decoder
 from millstream.sources.postgres.cells import BINARY
-from millstream.sources.postgres.copied import forms, rows_of_copy, select_list
+from millstream.sources.postgres.copied import forms, head_of, rows_of_copy, select_list
 from millstream.targets.forms import form_schema
 
 PART_PAGES = 8192
@@ -90,8 +90,14 @@ def copy_pieces(rows: Iterator[pa.LargeBinaryArray], columns: int, seq: int, *, 
     front = (columns + (2 if soft else 1)).to_bytes(2) + own
     yield _HEADER
     for some in rows:
-        # Their number of columns makes way for the new one.
-        longer = pc.binary_replace_slice(some, 0, 2, front)
+        # Their number of columns, and what stands before it, makes way for the new one.
+        longer = pc.binary_replace_slice(some, 0, _head(some) + 2, front)
         offsets = np.frombuffer(longer.buffers()[1], np.int64, len(longer) + 1, longer.offset * 8)
         yield longer.buffers()[2].slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
     yield _END
+
+
+def _head(rows: pa.LargeBinaryArray) -> int:
+    """How many bytes stand before each of these rows."""
+    offsets = np.frombuffer(rows.buffers()[1], np.int64, len(rows), rows.offset * 8)
+    return head_of(np.frombuffer(rows.buffers()[2], np.uint8)[offsets])
