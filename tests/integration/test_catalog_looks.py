@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from millstream.sources.base import Found
+from millstream.sources.postgres import catalog, looks
 from tests.fixtures.capture import SECONDS, Driver, drive
 from tests.fixtures.postgres import Database
 
@@ -100,6 +101,19 @@ def test_tables_that_are_written_anew_come_and_go(database: Database, tmp_path: 
         assert found_after(capture, "ALTER TABLE t ADD COLUMN s serial") == [("rewrite", "t", True)]
         assert found_after(capture, "DROP TABLE gone") == [("drop_table", "gone", False)]
         assert found_after(capture, "CREATE TABLE come (id int PRIMARY KEY)") == [("create_table", "come", True)]
+
+
+def test_tables_that_patterns_name_are_those_that_would_be_captured(any_database: Database) -> None:
+    database = any_database
+    database.sql(PARTS + 'CREATE SCHEMA "Other_x"; CREATE TABLE "Other_x"."T%_" (id int)')
+    database.sql("CREATE TABLE far (id int); CREATE UNLOGGED TABLE quick (id int); CREATE VIEW seen AS SELECT 1 AS id")
+    chosen = (["public.*"], ["public.p_*", "Other_x.*"], ["public.p", "public.p_1", "*.T%_"], ["public.p_3a"])
+    with database.connect() as conn:
+        for patterns in chosen:
+            named = looks.read(conn, [], patterns)["others"]
+            expected = {str(one.relation.oid): one.relation.table for one in catalog.select(conn, patterns).tables}
+            assert named == expected, patterns
+            assert named
 
 
 def test_what_happens_while_nobody_captures_is_found_by_the_next_one(database: Database, tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from collections.abc import Collection, Iterator, Sequence
 from millstream.model import Json
 from millstream.registry.kinds import Kind
 from millstream.sources.base import Found
-from millstream.sources.postgres import catalog
 from millstream.sources.postgres.connection import Connection, translated
+from millstream.sources.postgres.patterns import parse_patterns
 
 _STAMP = """(SELECT md5(string_agg(a.attnum || ' ' || a.xmin, ',' ORDER BY a.attnum)) FROM pg_attribute a
     WHERE a.attrelid = {table} AND a.attnum > 0)"""
@@ -41,6 +41,18 @@ _PARTS = f"""
     FROM unnest(%s::int8[]::oid[]) root CROSS JOIN LATERAL pg_partition_tree(root) tree
     JOIN pg_class leaf ON leaf.oid = tree.relid JOIN pg_namespace n ON n.oid = leaf.relnamespace
     WHERE tree.isleaf AND leaf.relkind = 'r' AND leaf.relpersistence = 'p'"""
+
+# As `catalog.select` chooses tables, which describes them too: that is more than a look each minute needs.
+_NAMED = """
+    WITH named AS (
+        SELECT c.oid, n.nspname, c.relname, c.relispartition
+        FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+        WHERE c.relkind IN ('r', 'p') AND c.relpersistence = 'p'
+        AND n.nspname !~ '^pg_' AND n.nspname <> 'information_schema'
+        AND EXISTS (SELECT FROM unnest(%s::text[], %s::text[]) p(s, t) WHERE n.nspname LIKE p.s AND c.relname LIKE p.t))
+    SELECT oid::int8, nspname || '.' || relname FROM named
+    WHERE NOT (relispartition AND EXISTS (SELECT FROM pg_partition_ancestors(named.oid) above
+        JOIN named root ON root.oid = above::oid AND root.oid <> named.oid))"""
 
 # Made as a partition of what was where it is before: then all of its rows are in the log. Each column of a table that
 # is attached is written down anew; one of a table that was made as a partition may be as it was made, like `tableoid`.
@@ -65,8 +77,10 @@ def read(conn: Connection, publications: Sequence[str], patterns: Sequence[str])
         roots = [int(oid) for oid, one in tables.items() if one["parts"] is not None]
         for root, leaf, *facts in conn.execute(_PARTS.encode(), (roots,)).fetchall() if roots else ():
             tables[str(root)]["parts"][str(leaf)] = facts
-    named = {str(one.relation.oid): one.relation.table for one in catalog.select(conn, patterns).tables}
-    others = {oid: name for oid, name in named.items() if oid not in tables}
+        wanted = parse_patterns(patterns)
+        chosen = [one.schema for one in wanted], [one.name for one in wanted]
+        named = conn.execute(_NAMED.encode(), chosen).fetchall()
+    others = {str(oid): name for oid, name in named if str(oid) not in tables}
     return {"tables": tables, "others": others, "patterns": list(patterns)}
 
 
