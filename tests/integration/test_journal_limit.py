@@ -47,8 +47,6 @@ def started(engine: Engine, database: Database, root: Path, policy: OnFull) -> N
     database.sql("CREATE TABLE item (id int PRIMARY KEY, body text)")
     engine.upsert_stream(stream(root, database, policy, "fast", "slow"))
     engine.await_ready("shop", 120)
-    database.sql("INSERT INTO item VALUES (0, 'first')")
-    equal(database, root, "fast", "slow")
     engine.pause("shop", "slow")
 
 
@@ -128,6 +126,10 @@ def test_the_oldest_changes_are_dropped_on_consent_and_the_target_must_begin_ane
 ) -> None:
     with engine:
         started(engine, database, tmp_path, OnFull.DROP_OLDEST)
+        engine.resume("shop", "slow")
+        database.sql("INSERT INTO item VALUES (0, 'first')")
+        equal(database, tmp_path, "fast", "slow")
+        engine.pause("shop", "slow")
         for number in range(16):
             # Not so much at once that it would overtake the other target, too.
             fill(database, number, 1)
