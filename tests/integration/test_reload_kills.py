@@ -24,7 +24,7 @@ from millstream.targets.deltas.changes import DeltaChanges
 from millstream.targets.directory import directory_of
 from tests.fixtures.baselines import NAMES, TABLES, differing, write
 from tests.fixtures.capture import Captured, captured
-from tests.fixtures.delivering import EVERYTHING, ask, reload
+from tests.fixtures.delivering import EVERYTHING, ask, fill, reload
 from tests.fixtures.forks import run
 from tests.fixtures.postgres import Database
 from tests.integration.test_baseline_kills import Deliveries, relations
@@ -43,17 +43,24 @@ STEPS = {
     ),
     "delta changelog": ("reload.changelog_committed",),
     "delta scd2": ("reload.history_merged", "reload.history_swept", "reload.history_begun"),
+    "ranges": (
+        *("reload.first_asked", "reload.target_begun", "reload.table_begun", "reload.ranges_saved"),
+        "reload.filled",
+    ),
 }
 SHORT = {
+    *("reload.target_begun", "reload.ranges_saved"),
     *("reload.lane_committed", "reload.finished"),
     *("reload.files_renamed", "reload.mirror_committed", "reload.changelog_committed"),
     "reload.history_merged",
 }
 
 
+EACH = os.environ.get("MILLSTREAM_CHAOS_EACH") == "1"
+
+
 def steps_of(form: str) -> list[str]:
-    each = os.environ.get("MILLSTREAM_CHAOS_EACH") == "1"
-    return sorted(step for step in STEPS[form] if each or step in SHORT)
+    return sorted(step for step in STEPS[form] if EACH or step in SHORT)
 
 
 def test_every_step_is_killed_here() -> None:
@@ -208,3 +215,143 @@ def _held(place: Path, kind: str) -> list[tuple[int, str]]:
             return copy.execute('SELECT id, note FROM "public.parts"').fetchall()
     found = DeltaTable(str(place / "public.parts")).to_pyarrow_table()
     return list(zip(found["id"].to_pylist(), found["note"].to_pylist(), strict=True))
+
+
+MANY = """
+CREATE TABLE big (id int PRIMARY KEY, note text);
+CREATE TABLE parts (region int, at timestamptz, note text, PRIMARY KEY (region, at)) PARTITION BY LIST (region);
+CREATE TABLE parts_one PARTITION OF parts FOR VALUES IN (1);
+CREATE TABLE parts_two PARTITION OF parts FOR VALUES IN (2);
+CREATE TABLE keyless (id int, note text);
+ALTER TABLE big ALTER note SET STORAGE EXTERNAL;
+INSERT INTO big SELECT i, CASE WHEN i % 100 = 0 THEN repeat(i::text, 900) ELSE repeat(i::text, 60) END
+    FROM generate_series(1, 3000) i;
+INSERT INTO parts SELECT 1 + i % 2, timestamptz '2024-01-01' + i * interval '1 s', repeat('p', 100)
+    FROM generate_series(1, 2000) i;
+INSERT INTO keyless SELECT i % 3, 'same' FROM generate_series(1, 30) i;
+"""
+
+
+class Fills(Deliveries):
+    """A mirror that gets its first rows in ranges, in processes that are killed; rows move between the ranges."""
+
+    def __init__(self, root: Path, capture: Captured, kind: str) -> None:
+        super().__init__(root, capture, kind, {"path": str(root / "there")}, fill)
+        self._kind = kind
+        self._round = 0
+
+    def change(self) -> None:
+        self._round += 1
+        database, low = self._capture.database, self._round * 10
+        database.sql(f"UPDATE big SET id = 10000 - id WHERE id % 500 = {low}")
+        database.sql(f"UPDATE big SET id = -id, note = 'moved' WHERE id % 500 = {low + 1}")
+        database.sql(f"UPDATE big SET id = id + 0 WHERE id % 700 = 0; DELETE FROM big WHERE id % 500 = {low + 2}")
+        database.sql(f"INSERT INTO big SELECT i, 'again' FROM generate_series({low + 2}, 3000, 1000) i")
+        database.sql(f"UPDATE parts SET region = 3 - region WHERE extract(second FROM at) = {self._round}")
+        # A long value is not sent with a change that leaves it alone, and its row may not have come yet.
+        database.sql(f"UPDATE big SET id = id + 5000 WHERE id IN ({self._round * 100}, {3000 - self._round * 100})")
+        database.sql("INSERT INTO keyless VALUES (9, 'one more')")
+        self._capture.await_log_end()
+
+    def killed_at(self, armed: str) -> Json:
+        """Run until it is killed there; what was written down of the copy by then."""
+        self.change()
+        ended = run(fill, *self._order, environment={"MILLSTREAM_FAILPOINT": armed})
+        assert ended.code == -signal.SIGKILL, ended.stderr
+        return self.record()
+
+    def record(self) -> Json:
+        store = SqliteStateStore(self._root / "state.db", read_only=True)
+        found = store.notes("shop", RELOAD)["log"]
+        store.close()
+        return found
+
+    def letters(self) -> list[str]:
+        store = SqliteStateStore(self._root / "state.db", read_only=True)
+        found = store.letters("shop", "log")
+        store.close()
+        return [f"{one.kind} {one.state} {one.seq} {one.key}" for one in found]
+
+    def held(self, table: str, *names: str) -> list[tuple[Any, ...]]:
+        if self._kind == "delta":
+            found = DeltaTable(str(self._root / "there" / f"public.{table}")).to_pyarrow_table()
+            return sorted(zip(*(found[name].to_pylist() for name in names), strict=True))
+        with closing(sqlite3.connect(self._root / "there")) as copy:
+            return sorted(copy.execute(f'SELECT {", ".join(names)} FROM "public.{table}"').fetchall())
+
+    def differing(self) -> list[str]:
+        tables = {"big": ("id", "note"), "keyless": ("id", "note"), "parts": ("region", "note")}
+        return [
+            name
+            for name, columns in tables.items()
+            if self.held(name, *columns)
+            != sorted(self._capture.database.sql(f"SELECT {', '.join(columns)} FROM {name}"))
+        ]
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "delta"] if EACH else ["sqlite"])
+def test_first_rows_in_ranges(tmp_path: Path, database: Database, kind: str) -> None:
+    database.sql(MANY)
+    with captured(database, tmp_path / "journal") as capture:
+        capture.await_log_end()
+        fills = Fills(tmp_path, capture, kind)
+        inside = {"sqlite": ["reload.lane_committed:6", "reload.step_saved:9"], "delta": ["reload.mirror_committed:6"]}
+        beginning = [step for step in ("reload.first_asked", "reload.target_begun") if step in steps_of("ranges")]
+        armed = [*(step for step in steps_of("ranges") if step not in beginning), *inside[kind]]
+        for step in beginning:
+            fills.killed_at(step)
+        # What is known of it is lost before all rows came: it is not taken for whole.
+        fills.killed_at("reload.step_saved:3")
+        for path in tmp_path.glob("state.db*"):
+            path.unlink()
+        assert fills.run(armed) == sorted(one.partition(":")[0] for one in armed)
+        assert fills.record()["state"] == "done"
+        fills.run([])
+        assert fills.differing() == []
+        assert fills.letters() == [], "what waited for its row has it"
+
+
+def test_ranges_that_are_done_are_not_read_again(tmp_path: Path, database: Database) -> None:
+    database.sql(MANY)
+    with captured(database, tmp_path / "journal") as capture:
+        capture.await_log_end()
+        fills = Fills(tmp_path, capture, "sqlite")
+        # The smaller tables come first, in three ranges and more.
+        done = fills.killed_at("reload.step_saved:9")["tables"]["public.big"]
+        assert (done["state"], len(done["points"])) == ("running", 1)
+        assert 0 < done["done"] < done["chunks"] - 2
+        again = fills.killed_at("reload.step_saved:2")["tables"]["public.big"]
+        assert again["done"] == done["done"] + 2
+        fills.run([])
+        table = fills.record()["tables"]["public.big"]
+        assert [point["from"] for point in table["points"]] == [0, done["done"], again["done"]]
+        assert fills.differing() == []
+        # Rows have the version of the snapshot that they were read under, but those that were changed since.
+        versions = dict(fills.held("big", "id", "_ms_seq"))
+        first, second, third = (point["seq"] for point in table["points"])
+        assert first < second < third
+        found = [versions[id] for id in sorted(versions) if 0 < id <= 3000 and versions[id] in (first, second, third)]
+        assert found == sorted(found)
+        assert {first, second, third} == set(found)
+
+
+REWRITES = {
+    "same columns": "ALTER TABLE big ALTER note TYPE text USING 'rewritten ' || id",
+    "other columns": "ALTER TABLE big ALTER note TYPE varchar USING left(note, 20), ADD more int DEFAULT 7",
+    "truncated": "TRUNCATE big; INSERT INTO big SELECT i, 'other' FROM generate_series(1, 2500) i",
+}
+
+
+@pytest.mark.skipif(not EACH, reason="one of them is in test_reload.py, without a kill: `make chaos` runs all")
+@pytest.mark.parametrize("alter", REWRITES)
+def test_a_table_that_is_rewritten_between_ranges_begins_again(tmp_path: Path, database: Database, alter: str) -> None:
+    database.sql(MANY)
+    with captured(database, tmp_path / "journal") as capture:
+        capture.await_log_end()
+        fills = Fills(tmp_path, capture, "sqlite")
+        assert fills.killed_at("reload.step_saved:9")["tables"]["public.big"]["done"] > 0
+        database.sql(REWRITES[alter])
+        fills.run([])
+        table = fills.record()["tables"]["public.big"]
+        assert (table["state"], len(table["points"])) == ("done", 1)
+        assert fills.differing() == []

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import threading
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -88,6 +89,13 @@ def test_a_summary_line_appears_only_when_something_moved() -> None:
     progress.state = StreamState.FAILED
     summary.tick()
     assert out.getvalue().splitlines()[1].startswith("shop/log: failed, ")
+
+
+def test_a_summary_line_says_how_far_first_rows_are() -> None:
+    far = {"tables": 3, "tables_done": 1, "chunks": 12, "done": 3, "rows_per_second": 1500, "seconds_left": 300.0}
+    line = Known([0.0]).line(("shop", "log"), replace(target(StreamState.SNAPSHOT), baseline=far))
+    left = "1 of 3 tables, 3 of 12 chunks, 1,500 rows/s, about 5 min left"
+    assert line == f"shop/log: snapshot ({left}), 0 rows/s, 1,300 behind (0.4 s), 0 rows"
 
 
 def test_the_summary_runs_by_itself_and_ends_with_its_block() -> None:

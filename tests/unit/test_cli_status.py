@@ -12,7 +12,9 @@ from millstream.cli.app import app
 from millstream.config import load_streams
 from millstream.config.definition import definition
 from millstream.engine.home import Home
-from millstream.engine.status import CaptureReport, TargetReport, home_status
+from millstream.engine.reload import RELOAD, AskedTables, progress_of, table_waiting, waiting
+from millstream.engine.reports import CaptureReport, TargetReport
+from millstream.engine.status import home_status
 from millstream.errors import StateError
 from millstream.model import Cursor, Json, StreamState
 from millstream.state.base import Runtime, Tally
@@ -160,6 +162,32 @@ def test_how_the_log_is_read_is_shown_while_it_is_read(home: Home) -> None:
     assert "source shop: not read in bulk: no free slot" in text
     stopped = status(home)["streams"][0]["source"]
     assert (stopped["mode"], stopped["behind_bytes"], stopped["bulk_refused"]) == (None, None, None)
+
+
+def test_first_rows_show_how_far_they_are(home: Home) -> None:
+    far = {"chunks": 12, "done": 3, "rows": 4000, "rows_per_second": 1500, "seconds_left": 35.0}
+    running = {**table_waiting(), **far, "state": "running", "points": [{"from": 0, "seq": 5, "position": 9}]}
+    record = {**waiting(AskedTables()), "state": "running", "baseline": True}
+    record["tables"] = {"public.items": {**table_waiting(), "state": "done", "rows": 7}, "public.orders": running}
+    store = home.open_state()
+    store.save_note("shop", "spare", RELOAD, record)
+    store.close()
+    with home.lock():
+        save(
+            home,
+            Runtime("shop", "log", StreamState.SNAPSHOT, TargetReport(baseline=far).to_json()),
+            Runtime("shop", "spare", StreamState.SNAPSHOT, TargetReport(baseline=progress_of(record)).to_json()),
+        )
+        log, spare = status(home)["streams"][0]["targets"]
+        text = millstream(home).stdout
+    assert log["baseline"] == far
+    assert spare["baseline"] == {**far, "rows": 4007, "tables": 2, "tables_done": 1}
+    assert spare["reload"]["tables"]["public.orders"] == running
+    left = "3 of 12 chunks, 1,500 rows/s, about 35.0 s left"
+    assert f"target log: first rows: {left}, about 4,000 rows" in text
+    assert "target spare: first rows of public.items: done, 7 rows" in text
+    assert f"target spare: first rows of public.orders: running, {left}, 4,000 rows" in text
+    assert status(home)["streams"][0]["targets"][0]["baseline"] is None, "nobody runs it any more"
 
 
 def test_the_lag_is_the_age_of_the_oldest_change_that_is_missing(home: Home, journal: Journal) -> None:

@@ -10,6 +10,8 @@ import typer
 from millstream.errors import MillstreamError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.console import Console
 
     from millstream.config.problems import Problem
@@ -67,3 +69,15 @@ def seconds(count: float | None) -> str:
     if count < 120:
         return f"{count:.1f} s"
     return f"{count / 60:.0f} min" if count < 7200 else f"{count / 3600:.0f} h"
+
+
+def how_far(copy: Mapping[str, Any]) -> str:
+    """How far rows of tables are that are copied: 3 of 12 chunks, 80,000 rows/s, about 35.0 s left."""
+    parts = [f"{copy['done']} of {copy['chunks']} chunks" if copy.get("chunks") is not None else "begins"]
+    if copy.get("tables") is not None:
+        parts.insert(0, f"{copy['tables_done']} of {copy['tables']} tables")
+    if copy.get("rows_per_second") is not None:
+        parts.append(f"{copy['rows_per_second']:,} rows/s")
+    if copy.get("seconds_left") is not None:
+        parts.append(f"about {seconds(copy['seconds_left'])} left")
+    return ", ".join(parts)

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from millstream.cli.log import Log
-from millstream.cli.output import console, seconds
+from millstream.cli.output import console, how_far, seconds
 from millstream.engine.home import Home
 from millstream.engine.status import TargetStatus, home_status
 from millstream.errors import MillstreamError
@@ -97,9 +97,15 @@ class Progress:
         rows, rate = self.rows(key)
         behind = "-" if status.lag_events is None else f"{status.lag_events:,}"
         return (
-            f"{'/'.join(key)}: {status.state.value}, {rate:,.0f} rows/s, {behind} behind "
+            f"{'/'.join(key)}: {_state(status)}, {rate:,.0f} rows/s, {behind} behind "
             f"({seconds(status.lag_seconds)}), {rows:,} rows"
         )
+
+
+def _state(status: TargetStatus) -> str:
+    """With how far its first rows are, while they come."""
+    state = status.state.value
+    return state if status.baseline is None else f"{state} ({how_far(status.baseline)})"
 
 
 class _Ticker:
@@ -139,7 +145,7 @@ class Summary(_Ticker):
 
     def tick(self) -> None:
         for key, status in self._progress.targets():
-            now = (self._progress.rows(key)[0], status.state.value)
+            now = (self._progress.rows(key)[0], _state(status))
             if self._last.get(key, (0, now[1])) != now:
                 self._log.line(self._progress.line(key, status))
             self._last[key] = now
@@ -187,7 +193,7 @@ class LiveDisplay(_Ticker):
             rows, rate = self._progress.rows(key)
             behind = "-" if status.lag_events is None else f"{status.lag_events:,}"
             lag = seconds(status.lag_seconds)
-            targets.add_row("/".join(key), status.state.value, f"{rate:,.0f}", behind, lag, f"{rows:,}")
+            targets.add_row("/".join(key), _state(status), f"{rate:,.0f}", behind, lag, f"{rows:,}")
         tables = Table(box=None, padding=(0, 2, 0, 0))
         tables.add_column("table")
         tables.add_column("rows", justify="right")

@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 
 from millstream.cli.columns import Column, print_columns
-from millstream.cli.output import Home, Json, console, print_json, seconds, size
+from millstream.cli.output import Home, Json, console, how_far, print_json, seconds, size
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -193,17 +193,21 @@ def _print_replays(stream: StreamStatus) -> None:
 def _print_reloads(stream: StreamStatus) -> None:
     """Which tables are copied anew, and what became of the last ones."""
     for target in stream.targets:
+        if target.baseline is not None and target.baseline.get("tables") is None:
+            rows = f"about {target.baseline['rows']:,} rows"
+            console().print(f"  target {target.name}: first rows: {how_far(target.baseline)}, {rows}")
         if target.reload is None:
             continue
         if not target.reload["tables"]:
             console().print(f"  target {target.name}: reload: {target.reload['state']}")
         for name, one in target.reload["tables"].items():
             part = f" where {one['where']}" if "where" in one else ""
-            what = escape(f"  target {target.name}: reload of {name}{part}: {one['state']}")
+            kind = "first rows" if target.reload.get("baseline") else "reload"
+            what = escape(f"  target {target.name}: {kind} of {name}{part}: {one['state']}")
             if one["state"] == "failed":
                 console().print(f"{what}: {one['error']}", style="red")
             elif one["state"] == "running":
-                console().print(f"{what}, {one['done']} of {one['chunks']} chunks, {one['rows']:,} rows")
+                console().print(f"{what}, {how_far(one)}, {one['rows']:,} rows")
             else:
                 console().print(f"{what}, {one['rows']:,} rows" if one["state"] == "done" else what)
 

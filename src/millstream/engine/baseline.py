@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from datetime import UTC, datetime
 
-from py4j.protocol import Py4JError
-from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from millstream.engine.batch import BatchResult, collected
+from millstream.engine.batch import BatchResult
+from millstream.engine.chunk_jobs import BaselineStopped, run_chunks, source_turn
 from millstream.engine.letters import LetterBox
 from millstream.engine.opening import Beginning, Opening
 from millstream.engine.watching import watched
@@ -26,36 +26,12 @@ from millstream.model import Json, SeqRange, SourceSpec
 from millstream.observe import Level
 from millstream.sources import take_snapshot
 from millstream.sources.base import Snapshot, SnapshotPlan
-from millstream.spark.baseline import BaselinePlan, baseline_function
-from millstream.spark.shaped_baseline import run_shaped_baseline
-from millstream.spark.stage import RECEIPT_DDL
+from millstream.spark.baseline import BaselinePlan
 from millstream.state.base import Tally
-from millstream.targets.base import Target
+from millstream.targets.base import Fillable, Target
 
 Tell = Callable[[str, str, Level, Json], None]
 """kind, message, level, fields"""
-
-
-class BaselineStopped(Exception):
-    """The baseline was given up because the delivery shall end: nothing of it is visible."""
-
-
-def run_chunks(spark: SparkSession, plan: BaselinePlan, stopping: threading.Event, *, parallel: bool) -> BatchResult:
-    """Read the chunks of a plan in one job and hand them to its stager; `parallel`: each in a task of its own."""
-    count = len(plan.snapshot.chunks)
-    numbers = spark.range(0, count, 1, max(1, count if parallel else 1))
-    try:
-        rows = None
-        if plan.shaping is not None and plan.shaping.shape.in_spark:
-            rows = run_shaped_baseline(spark, plan)
-        if rows is None:
-            rows = numbers.mapInArrow(baseline_function(plan), RECEIPT_DDL).collect()
-    except (PySparkException, Py4JError):
-        if stopping.is_set():
-            # Not an error: the job was cancelled because we asked for it.
-            raise BaselineStopped from None
-        raise
-    return collected(rows)
 
 
 class Baseline:
@@ -72,9 +48,14 @@ class Baseline:
         stopping: threading.Event,
         *,
         captured: bool = True,
+        beside: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`captured`: changes follow. Else the snapshot is all there will ever be, and takes no publication."""
+        """`captured`: changes follow. Else the snapshot is all there will ever be, and takes no publication.
+
+        `beside` is asked, and makes sure, whether the rows come beside the changes: the target begins empty then.
+        """
         self._captured = captured
+        self._beside = beside
         self._spark = spark
         self._source = source
         self._target = target
@@ -85,8 +66,24 @@ class Baseline:
         self.progress: Json = {}
         """How far it is, for `status`: chunks, rows by the server's estimate, their rate, and how long it may take."""
 
+    def _begin_empty(self) -> BatchResult:
+        """Let the target begin at the journal's end, without a row: these come beside the changes (`filling`)."""
+        begun = self._opening.begin()
+        self._letters.forget()
+        if isinstance(self._target, Fillable):
+            self._target.set_filling(True)
+        self._opening.record_baseline(begun, begun.position)
+        nothing = SnapshotPlan(begun.position, datetime.now(UTC), "", (), 0)
+        result = self._read(begun, nothing, time.monotonic())
+        self._target.publish(SeqRange(begun.seq, begun.seq), begun.position, result.receipts)
+        failpoint("reload.target_begun")
+        self._opening.save_baseline(begun, [])
+        return result
+
     def run(self) -> BatchResult:
         """Raises BaselineStopped, or what went wrong; transient errors mean that it can be run again."""
+        if self._captured and self._beside():
+            return self._begin_empty()
         started = time.monotonic()
         begun = self._opening.begin()
         self._letters.forget()
@@ -151,7 +148,10 @@ class Baseline:
             return self._letters.deliver(plan, self._try)
 
     def _try(self, plan: BaselinePlan) -> BatchResult:
-        return run_chunks(self._spark, plan, self._stopping, parallel=self._target.capabilities.parallel)
+        if self._target.capabilities.parallel:
+            return run_chunks(self._spark, plan, self._stopping, parallel=True)
+        with source_turn(self._source, self._stopping):
+            return run_chunks(self._spark, plan, self._stopping, parallel=False)
 
     def _say(self, done: int, found: SnapshotPlan, seconds: float) -> None:
         count = len(found.chunks)

@@ -13,7 +13,7 @@ from millstream.engine.commit import ack_position
 from millstream.engine.holders import delivered, holders, lowest
 from millstream.engine.home import Home
 from millstream.engine.rebase import RebaseRequest, finish_rebase
-from millstream.engine.status import CaptureReport
+from millstream.engine.reports import CaptureReport
 from millstream.engine.supervisor import Supervisor
 from millstream.errors import (
     ConfigError,

@@ -20,8 +20,9 @@ from pyspark.sql import SparkSession
 from millstream.config.kinds import is_mirror
 from millstream.engine.account import Account
 from millstream.engine.backoff import Backoff
-from millstream.engine.baseline import Baseline, BaselineStopped
+from millstream.engine.baseline import Baseline
 from millstream.engine.batch import run_batch
+from millstream.engine.chunk_jobs import BaselineStopped
 from millstream.engine.delivery_errors import check_spark, ended_by, is_transient, kind_of, unexpected
 from millstream.engine.gate import GATE_SECONDS, AtGate, Gate
 from millstream.engine.letters import LetterBox
@@ -163,7 +164,7 @@ class DeliveryQuery:
             "seq": cursor.seq if cursor else None,
             "last_event": cursor.commit_ts.isoformat() if cursor and cursor.commit_ts else None,
             "retrying": self._retrying,
-            "snapshot": self._baseline.progress if self._baseline else None,
+            "snapshot": (self._baseline.progress or None) if self._baseline else self._reloading.filling.progress(),
             "startup": self._startup.said,
             "error": str(self.error) if self.error else None,
         }
@@ -271,7 +272,7 @@ class DeliveryQuery:
         self._replay(opened)
         self._await_gate(opened)
         # Beside a comparison with the source nothing is copied: the target is brought to a position, and no further.
-        self._reloads = self._until is None and self._reloading.due() is not None
+        self._reloads = self._until is None and self._reloading.begins()
         if self._reloads:
             self._opened = self._reloading.remembering(opened)
         self._parallel = cores_of(self._spark) if self._target.capabilities.parallel else 1
@@ -286,16 +287,21 @@ class DeliveryQuery:
         query.start()
         if self._reloads:
             self._start_reload(query, opened)
-        if not self.stopping.is_set():
-            self.state = StreamState.RUNNING
+        self._show_running()
         self._settled.set()
         return query
+
+    def _show_running(self) -> None:
+        """Whether changes are all that comes, or the target's first rows come beside them."""
+        if not self.stopping.is_set():
+            self.state = StreamState.RUNNING if self._reloading.filling.progress() is None else StreamState.SNAPSHOT
 
     def _start_reload(self, query: SliceQuery, opened: Opened) -> None:
         """Copy tables beside the query. Afterwards batches go on as ever; a run with an end begins its last query."""
 
         def opens(now: Opened) -> None:
             self._opened = now
+            self._show_running()
 
         self._reloading.start(self._spark, opened, opens, query.stop if self._once else lambda: None)
 
@@ -342,7 +348,7 @@ class DeliveryQuery:
     def _run_baseline(self) -> None:
         """Bring the source's tables as they are now; the changes that follow are the query's."""
         self._begin_rows()
-        baseline = Baseline(
+        self._baseline = Baseline(
             self._spark,
             self._stream.source,
             self._target,
@@ -351,9 +357,9 @@ class DeliveryQuery:
             self._emit,
             self.stopping,
             captured=self._stream.mode is not Mode.SNAPSHOT,
+            beside=self._reloading.filling.takes_over,
         )
-        self._baseline = baseline
-        self._account.add(baseline.run())
+        self._account.add(self._baseline.run())
         self._baseline = None
 
     def _pause(self, backoff: Backoff, failure: Exception | None) -> bool:

@@ -74,6 +74,7 @@ def waiting(asked: AskedTables, before: Json | None = None, *, lost: bool = Fals
         "tables": {name: one for name, one in tables.items() if name not in asked.names},
         "resolved": False,
         "lost": lost,
+        "baseline": bool(before and before["state"] in UNFINISHED and before.get("baseline")),
         "asked_at": datetime.now(UTC).isoformat(),
         "finished_at": None,
     }
@@ -95,11 +96,23 @@ def _ranges(asked: AskedTables, before: Json) -> Json:
 
 
 def table_waiting(where: str | None = None) -> Json:
-    """How one table of a reload is before anything was done. `seq` is the version that its rows get.
+    """How one table of a reload is before anything was done. `where`: the range of its key that is copied; None: all.
 
-    `where`: the range of its key that is copied; None: all of it.
+    `seq` is the version that its rows get now; `points` are all there were: `from` which chunk on rows have the version
+    `seq` and were read at `position`. Rate and time are those of the process at hand.
     """
-    begun: Json = {"state": WAITING, "chunks": None, "done": 0, "rows": 0, "seq": None, "tries": 0, "error": None}
+    begun: Json = {
+        "state": WAITING,
+        "chunks": None,
+        "done": 0,
+        "rows": 0,
+        "seq": None,
+        "points": [],
+        "rows_per_second": None,
+        "seconds_left": None,
+        "tries": 0,
+        "error": None,
+    }
     return begun if where is None else {**begun, "where": where}
 
 
@@ -112,6 +125,23 @@ def given_up(store: StateStore, stream: str) -> set[str]:
         return note.get("state") in UNFINISHED and bool(note.get("lost"))
 
     return {target for target in store.needs_reload(stream) if not is_asked(target)}
+
+
+def progress_of(record: Json) -> Json | None:
+    """How far the tables of an unfinished reload are together; None of another one."""
+    tables = list(record["tables"].values())
+    if record["state"] not in UNFINISHED:
+        return None
+    running = next((one for one in tables if one["state"] == RUNNING), table_waiting())
+    return {
+        "tables": len(tables),
+        "tables_done": sum(one["state"] == DONE for one in tables),
+        "chunks": running["chunks"],
+        "done": running["done"],
+        "rows": sum(one["rows"] for one in tables),
+        "rows_per_second": running["rows_per_second"],
+        "seconds_left": running["seconds_left"],
+    }
 
 
 def can_reload(target: Target) -> bool:

@@ -5,18 +5,20 @@ another, as versions of the last of these changes. Each step takes its turn with
 no other table waits for more than a step, and nor does this one. What is newer in the target stays, what a newer batch
 has removed stays away, and what is older goes in the end (`targets.base.Reloadable`).
 
-Tables that are done are written down one by one. Killed or refused on the way, the one at hand begins again with
-another snapshot: that is exact, however far it was.
+Tables that are done are written down one by one, and of a table that is cut by its key, its ranges. Killed or refused
+on the way, the one at hand goes on with the ranges that are left, under another snapshot and as versions of its
+position; or begins again, if it is not cut, or is not the table that it was: that is exact, however far it was.
+
+A mirror that begins with more than the source gives at once begins empty, and gets all tables in this way.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from py4j.protocol import Py4JError
@@ -24,12 +26,22 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from millstream.engine.backoff import Backoff
-from millstream.engine.baseline import BaselineStopped, run_chunks
 from millstream.engine.batch import BatchResult
+from millstream.engine.chunk_jobs import BaselineStopped, run_chunks, source_turn
+from millstream.engine.copying import RANGES, Begun, Copying, SnapshotOld, Speed
 from millstream.engine.delivery_errors import is_transient, unexpected
+from millstream.engine.filling import Filling
 from millstream.engine.letters import LetterBox
 from millstream.engine.opening import Opened, Opening
-from millstream.engine.reload import DONE, FAILED, RELOAD, RUNNING, UNFINISHED, can_reload, table_waiting
+from millstream.engine.reload import (
+    DONE,
+    FAILED,
+    RELOAD,
+    RUNNING,
+    UNFINISHED,
+    can_reload,
+    table_waiting,
+)
 from millstream.engine.turns import Turns
 from millstream.engine.watching import watched
 from millstream.errors import ConfigError, MillstreamError, OutOfRange, SourceHalted, SourceUnavailable
@@ -40,33 +52,13 @@ from millstream.observe import Level
 from millstream.sources import key_range, take_snapshot
 from millstream.sources.base import SnapshotPlan, Wanted
 from millstream.spark.baseline import BaselinePlan
-from millstream.state.base import StateStore
+from millstream.state.base import Letter, StateStore
 from millstream.targets.base import Lane, Reloadable, ReloadStep, Target
 from millstream.targets.lanes.tables import mirror_key
 
 LOOK_SECONDS = 0.05
 
 Tell = Callable[[str, str, Level, Json], None]
-
-
-@dataclass(frozen=True)
-class Copying:
-    """One table under one snapshot."""
-
-    found: SnapshotPlan
-    seq: int
-    relation: Relation
-    first: int
-    """Its chunks are those with numbers from here on"""
-    end: int
-    """up to this one, which is not its."""
-    within: KeyRange | None = None
-    """Only this range of its key is read; None: all of it."""
-
-    def steps(self, *, by_chunk: bool) -> list[range]:
-        """The chunks of each step."""
-        whole = range(self.first, self.end)
-        return [range(number, number + 1) for number in whole] if by_chunk else [whole]
 
 
 class Reloading:
@@ -91,6 +83,7 @@ class Reloading:
         self._tell = tell
         # Its own: the batches' box is at work at the same time.
         self._letters = LetterBox(store, stream, spec, target, tell)
+        self.filling = Filling(stream, spec, target, store)
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
         self._opens: Callable[[Opened], None] = lambda _: None
@@ -102,6 +95,12 @@ class Reloading:
         record = self._store.notes(self._stream.name, RELOAD).get(self._spec.name)
         due = record is not None and record["state"] in UNFINISHED
         return record if due and can_reload(self._target) else None
+
+    def begins(self) -> bool:
+        """Whether something is due. The target is open: if it says itself that it lacks first rows, that is due."""
+        if self.due() is None:
+            self.filling.ask_if_lacking()
+        return self.due() is not None
 
     def take_in_loss(self) -> str | None:
         """Let a target go on that lacks changes which the journal does not have any more: all its tables come anew.
@@ -192,21 +191,33 @@ class Reloading:
 
     def _copy_due(self, spark: SparkSession, opened: Opened) -> None:
         """Copy every table that is left. Raises what keeps it from that; tables that cannot be are marked so."""
+        while self._left():
+            try:
+                self._copy_under_one(spark, opened)
+                return
+            except SnapshotOld:
+                self._tell("reload.snapshot_ended", "what is left is read under another snapshot", Level.INFO, {})
+
+    def _copy_under_one(self, spark: SparkSession, opened: Opened) -> None:
+        """The same under one snapshot. Raises SnapshotOld when that must not be held any longer."""
         assert isinstance(self._target, Reloadable)  # noqa: S101 - `due` has looked
-        if not self._left():
-            return
         with self._turn():
             self._target.settle_reload()
-        record = self._record()
-        source, ranges = self._stream.source, self._ranges(record)
-        lists = (frozenset(record["names"]), tuple(record["patterns"]), tuple(record["excluded"]))
-        wanted = Wanted(*lists, all=record["all"], within=ranges)
-        with closing(take_snapshot(source, self._waits, wanted=wanted)) as snapshot:
+        within = self._ranges(self._record())
+        with closing(take_snapshot(self._stream.source, self._waits, wanted=self._wanted(within))) as snapshot:
             found = snapshot.plan
             seq = self._await_journal(found.position)
-            for copying in self._chosen(found, seq, ranges):
+            for number, copying in enumerate(self._chosen(found, seq, within)):
+                if number and _is_old(found):
+                    raise SnapshotOld
                 self._await_target(opened, seq)
                 self._copy(spark, opened, copying)
+
+    def _wanted(self, within: Mapping[str, KeyRange]) -> Wanted:
+        """The tables that a snapshot is taken for, cut as they were before."""
+        record, kept = self._record(), self._kept().get("plans", {})
+        lists = (frozenset(record["names"]), tuple(record["patterns"]), tuple(record["excluded"]))
+        return Wanted(*lists, all=record["all"], within=within, ranges=kept if self.filling.by_steps else None)
 
     def _ranges(self, record: Json) -> dict[str, KeyRange]:
         """By name the tables of which only a range of the key is copied. One that has no such key fails by itself."""
@@ -240,15 +251,16 @@ class Reloading:
         self._save({**record, "state": RUNNING, "resolved": True, "tables": {**known, **record["tables"]}})
         failpoint("reload.begun")
         left = [one for one in tables if self._record()["tables"][one.table]["state"] in UNFINISHED]
-        left.sort(key=lambda one: sum(found.chunks[number].bytes for number in tables[one]))
+        begun = self._kept().get("table")
+        left.sort(key=lambda one: (one.table != begun, sum(found.chunks[number].bytes for number in tables[one])))
         return [Copying(found, seq, one, tables[one][0], tables[one][-1] + 1, ranges.get(one.table)) for one in left]
 
     def _copy(self, spark: SparkSession, opened: Opened, copying: Copying) -> None:
         """All of one table. What can never be is the table's end, and not that of the others."""
         name = copying.relation.table
-        tries = self._record()["tables"][name]["tries"] + 1
+        begun = self._begin(copying)
         try:
-            rows = self._steps(spark, opened, copying, tries)
+            rows = self._steps(spark, opened, copying, begun)
         except MillstreamError as failed:
             if failed.transient:
                 raise
@@ -256,31 +268,64 @@ class Reloading:
             why: Json = {"table": name, "error": type(failed).__name__, "hint": failed.hint}
             self._tell("reload.table_failed", f"{name} is not copied: {failed.message}", Level.ERROR, why)
             return
-        self._forget_letters(copying)
-        self._save_table(name, state=DONE, rows=rows)
+        self._forget(self._made_obsolete(copying, begun))
+        self._save_table(name, state=DONE, rows=rows, seconds_left=None)
         failpoint("reload.table_saved")
         fields = {"table": name, "rows": rows, "seq": copying.seq}
         self._tell("reload.table_finished", f"{name} is copied anew: {rows:,} rows", Level.INFO, fields)
 
-    def _steps(self, spark: SparkSession, opened: Opened, copying: Copying, tries: int) -> int:
+    def _begin(self, copying: Copying) -> Begun:
+        """Where the table's copy begins, or goes on; written down before anything is copied."""
+        name = copying.relation.table
+        table = self._record()["tables"][name]
+        known = Begun.known(copying, self._kept(), table)
+        if known is not None and self._columns_changed(copying, SeqRange(table["points"][-1]["seq"], copying.seq)):
+            # They are the same again, but the mirror may have been made anew in between, without what it had.
+            known = None
+        begun = known or Begun.anew(copying)
+        point: Json = {"from": begun.done, "seq": copying.seq, "position": copying.found.position}
+        self._save_table(
+            name,
+            state=RUNNING,
+            seq=copying.seq,
+            chunks=copying.end - copying.first,
+            done=begun.done,
+            rows=begun.rows,
+            points=[*(table["points"] if known else ()), point],
+            tries=table["tries"] + 1,
+            error=None,
+        )
+        if known is None:
+            # After the table is said to have nothing: else what is done of an older plan would count for this one.
+            failpoint("reload.table_begun")
+            self._store.save_note(self._stream.name, self._spec.name, RANGES, begun.note(copying))
+        failpoint("reload.ranges_saved")
+        return begun
+
+    def _steps(self, spark: SparkSession, opened: Opened, copying: Copying, begun: Begun) -> int:
+        """The steps that are left. Returns the rows of all of them, also of those that were done before."""
         assert isinstance(self._target, Reloadable)  # noqa: S101 - the same
-        mark, name, total = secrets.randbits(48), copying.relation.table, 0
-        steps = copying.steps(by_chunk=self._target.reloads_by_steps and self._has_key(copying.relation))
-        chunks, self._looked = copying.end - copying.first, copying.seq
-        self._save_table(name, state=RUNNING, seq=copying.seq, chunks=chunks, done=0, rows=0, tries=tries, error=None)
+        name, total = copying.relation.table, begun.rows
+        steps = copying.steps(begun.done, by_chunk=self.filling.by_steps and bool(mirror_key(copying.relation)))
+        speed, self._looked = Speed(begun, copying.end - copying.first), copying.seq
         for number, chosen in enumerate(steps):
+            if number and copying.ranges is not None and _is_old(copying.found):
+                raise SnapshotOld
             last = number == len(steps) - 1
             if last:
                 # What it cannot follow from here on would take rows that do not come again.
                 with self._turn():
                     self._opens(self.remembering(opened, but=name))
-            found = copying.found
-            about = (found.position, found.taken_at, number == 0, last, copying.within)
-            step = ReloadStep(mark, copying.seq, *about)
+            first, found = number == 0 and not begun.done, copying.found
+            about = (found.position, found.taken_at, first, last, begun.since, copying.within)
+            step = ReloadStep(begun.mark, copying.seq, *about)
             result = self._step(spark, opened, copying, chosen, step)
             total += result.rows
             self._store.add_totals(self._stream.name, self._spec.name, result.tallies)
-            self._save_table(name, done=chosen.stop - copying.first, rows=total)
+            came = result.superseded
+            self._forget([one for one in self._letters_there() if one.event_id in came])
+            done = chosen.stop - copying.first
+            self._save_table(name, done=done, rows=total, **speed.at(done, total))
             failpoint("reload.step_saved")
         return total
 
@@ -288,7 +333,10 @@ class Reloading:
         self, spark: SparkSession, opened: Opened, copying: Copying, chosen: range, step: ReloadStep
     ) -> BatchResult:
         assert isinstance(self._target, Reloadable)  # noqa: S101 - the same
-        found = replace(copying.found, chunks=copying.found.chunks[chosen.start : chosen.stop])
+        found = replace(copying.found, chunks=copying.found.chunks[chosen.start : chosen.stop], ranges={})
+        if copying.ranges is not None:
+            # Who begins a range in time may end it: the next one has another snapshot.
+            found = replace(found, held_until=None)
         plan = BaselinePlan(
             self._stream.source,
             found,
@@ -302,7 +350,7 @@ class Reloading:
             truncates=not self._target.mirrors,
         )
         if isinstance(plan.stager, Lane):
-            with self._turn():
+            with source_turn(self._stream.source, self._ending), self._turn():
                 self._check_columns(opened, copying)
                 return self._read(spark, plan)
         result = self._read(spark, plan)
@@ -315,9 +363,6 @@ class Reloading:
         parallel = self._target.capabilities.parallel
         with watched(spark, "reload", self._ending, lambda done, seconds: None):
             return self._letters.deliver(plan, lambda one: run_chunks(spark, one, self._ending, parallel=parallel))
-
-    def _has_key(self, relation: Relation) -> bool:
-        return bool(mirror_key(relation))
 
     # What it waits for
 
@@ -352,18 +397,24 @@ class Reloading:
     def _check_columns(self, opened: Opened, copying: Copying) -> None:
         """Raise SourceUnavailable if the target has the table with other columns by now: it is copied again then."""
         seq = self._opening.delivered_seq(opened)
-        try:
-            changed = self._opening.columns_changed(copying.relation, SeqRange(self._looked, seq))
-        except OutOfRange:
-            changed = True  # the journal does not tell any more
-        if changed:
+        if self._columns_changed(copying, SeqRange(self._looked, seq)):
             raise SourceUnavailable(f"{copying.relation.table} may have got other columns while it was copied")
         self._looked = seq
+
+    def _columns_changed(self, copying: Copying, span: SeqRange) -> bool:
+        try:
+            return self._opening.columns_changed(copying.relation, span)
+        except OutOfRange:
+            return True  # the journal does not tell any more
 
     # What is written down
 
     def _record(self) -> Json:
         return self._store.notes(self._stream.name, RELOAD)[self._spec.name]
+
+    def _kept(self) -> Json:
+        """How tables are cut, and which is at hand; empty if none is."""
+        return self._store.notes(self._stream.name, RANGES).get(self._spec.name, {})
 
     def _save(self, record: Json) -> None:
         self._store.save_note(self._stream.name, self._spec.name, RELOAD, record)
@@ -372,16 +423,23 @@ class Reloading:
         record = self._record()
         self._save({**record, "tables": {**record["tables"], name: {**record["tables"][name], **changed}}})
 
-    def _forget_letters(self, copying: Copying) -> None:
-        """The table has everything up to there: changes that it could not take before are of no interest any more."""
+    def _letters_there(self) -> list[Letter]:
+        return self._store.letters(self._stream.name, self._spec.name)
+
+    def _made_obsolete(self, copying: Copying, begun: Begun) -> list[Letter]:
+        """The letters of what is copied, from before it was: each row of it is newer."""
         name, within = copying.relation.table, copying.within
-        mine = self._store.letters(self._stream.name, self._spec.name)
-        old = [one for one in mine if one.table == name and one.seq < copying.seq]
+        old = [one for one in self._letters_there() if one.table == name and one.seq < begun.since]
         if within is not None:
             key = mirror_key(copying.relation)
             keys = {one.id: json.loads(f"[{one.key}]") for one in old if one.key is not None}
             old = [one for one in old if one.id in keys and within.holds(dict(zip(key, keys[one.id], strict=True)))]
-        self._store.remove_letters([one.id for one in old])
+        return old
+
+    def _forget(self, letters: Sequence[Letter]) -> None:
+        """The target has newer rows in their place: what it could not take before is of no interest any more."""
+        if letters:
+            self._store.remove_letters([one.id for one in letters])
 
     def _give_up(self, failed: MillstreamError) -> None:
         """Nothing that is left can be copied."""
@@ -398,11 +456,17 @@ class Reloading:
         record = self._record()
         tables = record["tables"].values()
         state = FAILED if any(one["state"] == FAILED for one in tables) else DONE
+        self.filling.end(record)
         self._save({**record, "state": state, "finished_at": datetime.now(UTC).isoformat()})
         failpoint("reload.finished")
+        self._store.save_note(self._stream.name, self._spec.name, RANGES, {})
         self._target.settle_reload()
         rows = sum(one["rows"] for one in tables)
         level = Level.INFO if state == DONE else Level.ERROR
         self._tell(
             "reload.finished", f"{len(record['tables'])} tables, {rows:,} rows: {state}", level, {"state": state}
         )
+
+
+def _is_old(found: SnapshotPlan) -> bool:
+    return found.held_until is not None and datetime.now(UTC) >= found.held_until

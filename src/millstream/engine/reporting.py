@@ -7,7 +7,8 @@ import time
 from collections.abc import Mapping
 
 from millstream.engine.delivery import DeliveryQuery
-from millstream.engine.status import RELOAD, CaptureReport, TargetReport
+from millstream.engine.reports import CaptureReport, TargetReport
+from millstream.engine.status import RELOAD
 from millstream.errors import MillstreamError
 from millstream.model import Mode, StreamSpec, StreamState
 from millstream.state.base import Runtime, StateStore
@@ -89,6 +90,7 @@ class Reporter:
             error=error.message if error else None,
             hint=error.hint if error else None,
             startup=said["startup"],
+            baseline=said["snapshot"],
         )
         settled = state in (StreamState.FAILED, StreamState.COMPLETE)
         state = state if settled or everyone is None else everyone

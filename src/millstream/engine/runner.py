@@ -17,11 +17,11 @@ from types import FrameType
 from millstream.engine.faults import FaultLog
 from millstream.engine.home import Home
 from millstream.engine.operations import Operations
+from millstream.engine.reports import CaptureReport
 from millstream.engine.requests import RequestDesk
 from millstream.engine.running import TICK, RunningStreams
 from millstream.engine.snapshotter import Snapshotter
 from millstream.engine.spark_use import SparkUse
-from millstream.engine.status import CaptureReport
 from millstream.engine.verifier import Verifier
 from millstream.errors import MillstreamError
 from millstream.model import StreamSpec, StreamState

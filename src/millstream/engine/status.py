@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from millstream.engine.home import Home, Owner
 from millstream.engine.journal_status import JournalStatus, from_us
 from millstream.engine.reload import RELOAD as COPIES
 from millstream.engine.replay import DONE, REWOUND, RUNNING
+from millstream.engine.reports import CaptureReport, TargetReport
 from millstream.engine.table_status import TableStatus, tables_of, together
 from millstream.errors import UnknownStream
 from millstream.model import Checkpoint, Cursor, Json, StreamState
@@ -37,43 +38,6 @@ UNCAPTURED = "not captured"
 """The state of a source that is only copied."""
 
 _ALIVE = (StreamState.SNAPSHOT, StreamState.CATCHING_UP, StreamState.RUNNING, StreamState.GATED)
-
-
-@dataclass(frozen=True)
-class CaptureReport:
-    """What a running process says of a stream and of the capture of its source."""
-
-    state: str = ""
-    """starting | running | waiting | halted | stopped, as the capture's supervisor has it."""
-    pid: int | None = None
-    restarts: int = 0
-    error: str | None = None
-    hint: str | None = None
-    source: Mapping[str, Any] = field(default_factory=dict)
-    """What the capture process last said: its journal's end, and what `Source.status()` gave."""
-
-    def to_json(self) -> Json:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class TargetReport:
-    """What a running process says of the delivery to one target, counted since its start."""
-
-    events: int = 0
-    bytes: int = 0
-    batches: int = 0
-    retrying: str | None = None
-    """Why the batch at hand could not be delivered yet; it is being tried again."""
-    error: str | None = None
-    hint: str | None = None
-    verifying: str | None = None
-    """How far the comparison with the source is, while there is one: nothing is delivered meanwhile."""
-    startup: Mapping[str, Any] | None = None
-    """How the delivery began, and why."""
-
-    def to_json(self) -> Json:
-        return asdict(self)
 
 
 Report = TypeVar("Report", CaptureReport, TargetReport)
@@ -147,13 +111,18 @@ class TargetStatus:
     `progress` from 0 to 1, `events`, `tables`, the `epoch` that marks it, when, and the `error` it ended with."""
     startup: Mapping[str, Any] | None = None
     """How its delivery last began: `path` (resume, restore, cold start), the `reason`, the `seq` it goes on after."""
+    baseline: Mapping[str, Any] | None = None
+    """How far its first rows are, while they come: `chunks` and how many are `done`, `rows`, `rows_per_second` and
+    `seconds_left`. Where they come beside the changes: of the table at hand, and `tables` and `tables_done`."""
     snapshot: Mapping[str, Any] | None = None
     """The last snapshot of its state: `id`, `seq`, `position`, `at`, or the `error` there was instead."""
     restore: Mapping[str, Any] | None = None
     """The last restore: `state` (waiting, restored, done or failed), the snapshot's `id`, `seq`, the `error`."""
     reload: Mapping[str, Any] | None = None
     """The last reload: `state` (waiting, running, done or failed), when it was asked for and ended, and by name its
-    `tables`, each with its `state`, `chunks` and how many are `done`, `rows`, `seq`, `tries` and `error`."""
+    `tables`, each with its `state`, `chunks` and how many are `done`, `rows`, `rows_per_second`, `seconds_left`, `seq`,
+    `points` (from which chunk on rows were read at which `position`), `tries` and `error`. `baseline`: these are the
+    target's first rows."""
 
 
 @dataclass(frozen=True)
@@ -413,6 +382,7 @@ def _target(
         verified=known.verified.get(name),
         replay=_replay(known.replays.get(name), cursor),
         startup=report.startup,
+        baseline=None if runtime is None or _is_stale(runtime, owner) else report.baseline,
         snapshot=known.snapshots.get(name),
         restore=_without(known.restores.get(name), "token"),
         reload=_without(known.copies.get(name), "all", "names", "patterns", "excluded", "where", "resolved", "lost"),

@@ -11,7 +11,8 @@ from datetime import UTC, datetime
 from uuid import uuid4
 
 from millstream.engine.captures import Capture
-from millstream.engine.status import UNCAPTURED, CaptureReport
+from millstream.engine.reports import CaptureReport
+from millstream.engine.status import UNCAPTURED
 from millstream.journal import JournalReader
 from millstream.journal.format import Head, Header
 from millstream.model import Relation, SourceSpec, StreamSpec

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from millstream.keyrange import KeyRange
     from millstream.model import Relation, SourceSpec
     from millstream.observe import Event
-    from millstream.sources.base import Chunk, Finding, Snapshot, SnapshotPlan, Source, Wanted
+    from millstream.sources.base import Chunk, CopyLimits, Finding, Snapshot, SnapshotPlan, Source, Wanted
     from millstream.sources.postgres.shadowed import Shadowed
 
 KINDS = ("postgres", "scripted")
@@ -94,6 +94,33 @@ def key_range(spec: SourceSpec, table: str, where: str) -> KeyRange:
     except ImportError as missing:
         raise _without_driver(missing) from missing
     return within.key_range(spec, table, where)
+
+
+def copy_limits(spec: SourceSpec) -> CopyLimits:
+    """What copies of its tables may take of a source. Raises as `open_source` does."""
+    from millstream.sources.base import CopyLimits
+
+    _check_kind(spec)
+    if spec.kind == "scripted":
+        return CopyLimits()
+    try:
+        from millstream.sources.postgres.options import PostgresOptions
+    except ImportError as missing:
+        raise _without_driver(missing) from missing
+    options = PostgresOptions.of(spec)
+    return CopyLimits(options.max_connections, options.max_rate, options.snapshot_at_once)
+
+
+def table_bytes(spec: SourceSpec) -> int:
+    """About how large the source's tables are together. Raises as `open_source` does, and SourceError."""
+    _check_kind(spec)
+    if spec.kind == "scripted":
+        return 0
+    try:
+        from millstream.sources.postgres import chunks
+    except ImportError as missing:
+        raise _without_driver(missing) from missing
+    return chunks.table_bytes(spec)
 
 
 def read_chunk(spec: SourceSpec, plan: SnapshotPlan, chunk: Chunk) -> Iterator[pa.LargeBinaryArray]:

@@ -156,6 +156,13 @@ class SnapshotPlan:
     token: str
     chunks: tuple[Chunk, ...]
     estimated_rows: int
+    ranges: Mapping[str, Json] = field(default_factory=dict, hash=False, repr=False)
+    """By table (`schema.table`) how it is cut by its key: the source's own, with values of the key. Given back in
+    `Wanted`, a later snapshot cuts the table into the same chunks, as long as it is the same table in the same file."""
+    held_until: datetime | None = None
+    """No chunk is begun after this."""
+    rate: int | None = None
+    """How many bytes of a chunk are read a second, at most."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +177,20 @@ class Wanted:
     all: bool = False
     within: Mapping[str, KeyRange] = field(default_factory=dict)
     """By name the tables of which only a range of the key is read."""
+    ranges: Mapping[str, Json] | None = field(default=None, hash=False, repr=False)
+    """Cut tables by their keys, where these are in an order that never changes: as an earlier plan said (its `ranges`),
+    where it still holds. None: each snapshot is for itself."""
+
+
+@dataclass(frozen=True)
+class CopyLimits:
+    """What copies of tables may take of a source, all tasks together. None: no limit."""
+
+    connections: int | None = None
+    rate: int | None = None
+    """Bytes a second."""
+    at_once: int | None = None
+    """So many bytes are copied at one moment; of more than that, each range of a key has its own."""
 
 
 class Snapshot(Protocol):

@@ -7,7 +7,7 @@ one transaction. Only receipts leave a task, as in `stage`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -70,6 +70,8 @@ def baseline_function(plan: BaselinePlan) -> Callable[[Iterator[pa.RecordBatch]]
         context = TaskContext.get()
         attempt = context.taskAttemptId() if context else 0
         numbers = [int(number) for batch in batches for number in batch.column(0).to_pylist()]
+        # Where there is nothing to read, a lane still gets its cursor.
+        numbers = [number for number in numbers if number < len(plan.snapshot.chunks)]
         try:
             yield from read_chunks(plan, numbers, attempt)
         except Exception as failed:  # noqa: BLE001 - named to the driver, which raises it there
@@ -88,7 +90,7 @@ def read_chunks(
     assert plan.stager is not None  # noqa: S101 - who only reads does not come here
     for number in numbers:
         reading = ChunkRows(plan, [number])
-        where = Attempt(number, attempt, baseline=True)
+        where = Attempt(plan.first_chunk + number, attempt, baseline=True)
         receipts = plan.stager.stage(reading.changes.relation, reading.relation_id, iter(reading.changes), where)
         if reading.rows != reading.changes.left_out + sum(receipt.rows for receipt in receipts):
             raise TargetRefused(f"{reading.relation.table}: rows were read but not all of them were staged")
@@ -140,7 +142,11 @@ def _deliver(
             for _ in part.batches:
                 pass
     for reading in readings:
-        yield receipt_rows(reading.receipts(), reading.relation_id, reading.changes.left_out)
+        receipts = reading.receipts()
+        if guard.superseded:
+            # Letters of rows that have come now: each receipt says it, whichever of them it is of.
+            receipts = [replace(one, detail={"superseded": guard.superseded}) for one in receipts]
+        yield receipt_rows(receipts, reading.relation_id, reading.changes.left_out)
     for table in ready:
         yield receipt_rows(table.receipts(), table.relation_id, table.left_out)
 

@@ -81,7 +81,8 @@ def _stage(plan: BaselinePlan, relations: dict[int, Relation]) -> ArrowFunction:
         partition, attempt = (context.partitionId(), context.taskAttemptId()) if context else (0, 0)
         try:
             with tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
-                yield from _staged(plan, relations, batches, Attempt(partition, attempt, baseline=True), Path(scratch))
+                where = Attempt(plan.first_chunk + partition, attempt, baseline=True)
+                yield from _staged(plan, relations, batches, where, Path(scratch))
         except Exception as failed:  # noqa: BLE001 - named to the driver, which raises it there
             yield error_row(describe(failed))
 

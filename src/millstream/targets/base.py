@@ -258,7 +258,10 @@ class Rebatching(Protocol):
 
 @dataclass(frozen=True)
 class ReloadStep:
-    """A part of copying one table anew. All rows of it have the version `seq`, which the target has reached."""
+    """A part of copying one table anew. All rows of it have the version `seq`, which the target has reached.
+
+    Steps of one copy may be of different snapshots: each is not lower in `seq` than the one before.
+    """
 
     mark: int
     """Unique for each try to copy the table."""
@@ -269,6 +272,8 @@ class ReloadStep:
     """and when, by its clock."""
     first: bool
     last: bool
+    since: int
+    """The version of the first step: all rows of the copy have this one or a newer."""
     within: KeyRange | None = None
     """Only this range of the key is copied, at a mirror: what is outside of it stays as it is. None: all of it."""
 
@@ -281,7 +286,7 @@ class Reloadable(Protocol):
     read: whoever goes by versions finds them after every older change and before every newer one.
 
     A mirror gets rows, and has those that it does not have in a newer version, and that no newer change has removed.
-    After the last step what has an older version is gone: so the table equals the source's, whatever it was before.
+    After the last step what is older than the first one is gone: so the table equals the source's, whatever it was.
     With a key it takes several steps, and batches of changes between them; without one all rows come in one step. A
     history of versions gets all in one step, too: what is current and is not in the copy ends, what differs begins.
     Begun again with a new mark and a version that is not lower, it ends the same, however far it was before.
@@ -312,6 +317,20 @@ class Reloadable(Protocol):
 
     def settle_reload(self) -> None:
         """Forget what is remembered only while tables are copied. Before the snapshot, and after the last table."""
+
+
+@runtime_checkable
+class Fillable(Protocol):
+    """A target that can begin empty, get its first rows beside the changes, and itself knows that it is not whole yet.
+
+    So nobody takes it for whole, if what else was known of it is lost.
+    """
+
+    def filling(self) -> bool:
+        """Whether it began empty and its first rows have not all come. The target is open."""
+
+    def set_filling(self, filling: bool) -> None:
+        """Remember that, or that they have. Durable when it returns. Idempotent."""
 
 
 @runtime_checkable

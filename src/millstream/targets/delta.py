@@ -53,7 +53,7 @@ from millstream.targets.deltas.reloading import copy_mirror, log_copy, remember_
 from millstream.targets.deltas.replaying import Tombstones, check_versions, restore_runs, write_marked
 from millstream.targets.deltas.spool import Spooled, spool
 from millstream.targets.deltas.writer import Writer
-from millstream.targets.directory import OwnDirectory, as_target_errors, make_directory
+from millstream.targets.directory import OwnDirectory, as_target_errors, make_directory, sync_directory
 from millstream.targets.lanes.runs import Run
 from millstream.targets.lanes.tables import mirror_key
 from millstream.targets.rejects import AT_ONCE, Reject, RowsRejected, reject
@@ -189,6 +189,21 @@ class DeltaTarget:
     def settle_reload(self) -> None:
         self.settle_replay()
 
+    def filling(self) -> bool:
+        return self._filling.is_dir()
+
+    def set_filling(self, filling: bool) -> None:
+        with as_target_errors(self._directory.root):
+            if filling:
+                make_directory(self._filling)
+            elif self._filling.is_dir():
+                self._filling.rmdir()
+                sync_directory(self._filling.parent)
+
+    @property
+    def _filling(self) -> Path:
+        return self._directory.own / "filling"
+
     def reader(self) -> Reader:
         root = str(self._directory.root)
         if self._options.write == "mirror":
@@ -208,6 +223,7 @@ class DeltaTarget:
         """Leave the tables; no stream writes into this directory any more."""
         with as_target_errors(self._directory.root):
             self._directory.release(stream, target)
+        self.set_filling(False)
 
     def close(self) -> None:
         self._context = None

@@ -1,15 +1,15 @@
-"""Tables in chunks: planned by their pages, read by binary COPY under an exported snapshot.
+"""Tables in chunks: planned by their pages or their keys, read by binary COPY under an exported snapshot.
 
-Ranges of ctid hold within one snapshot only (rows move), so chunks are of no use after it. The driver plans
-(`plan_chunks`), tasks on executors read (`read_chunk`).
+Ranges of ctid hold within one snapshot only (rows move), so such chunks are of no use after it; those of a key are
+(`ranges`). The driver plans (`plan_chunks`), tasks on executors read (`read_chunk`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 
 import pyarrow as pa
 
@@ -17,11 +17,13 @@ from millstream.errors import SourceHalted, SourceUnavailable
 from millstream.model import Json, Relation, SourceSpec
 from millstream.sources.base import Chunk, SnapshotPlan, Wanted
 from millstream.sources.postgres import catalog
-from millstream.sources.postgres.connection import Connection, connect_session, literal, translated
+from millstream.sources.postgres.connection import Connection, connect, connect_session, literal, translated
 from millstream.sources.postgres.copied import select_list
 from millstream.sources.postgres.copying import awaited, copied
 from millstream.sources.postgres.options import PostgresOptions
+from millstream.sources.postgres.pace import Pace
 from millstream.sources.postgres.patterns import Pattern, parse_patterns, quote
+from millstream.sources.postgres.ranges import Leaf, chunks_by_key, cut_by_key, range_conditions, whole
 from millstream.sources.postgres.session import Refused, Session
 from millstream.sources.postgres.within import source_condition
 
@@ -42,7 +44,7 @@ _PUBLISHED = """
 # Their files are those of the snapshot: who was rewritten after it, even before this was asked, has another one.
 _LEAVES = """
     SELECT t.root, n.nspname, c.relname, c.oid::int8, c.relfilenode::int8, coalesce(pg_relation_size(c.oid), 0)::int8,
-        greatest(c.reltuples, 0)::int8, current_setting('block_size')::int8
+        coalesce(pg_table_size(c.oid), 0)::int8, greatest(c.reltuples, 0)::int8, current_setting('block_size')::int8
     FROM (
         SELECT c.oid::int8 AS root, c.oid AS leaf FROM pg_class c
         WHERE c.oid = ANY (%(oids)s::int8[]::oid[]) AND c.relkind = 'r'
@@ -53,6 +55,15 @@ _LEAVES = """
     WHERE c.relkind = 'r' AND c.relpersistence = 'p' ORDER BY 1, 2, 3"""
 
 
+@dataclass(frozen=True)
+class Planned:
+    """The chunks of all tables, how many rows they have by the server's own estimate, which are cut by their key."""
+
+    chunks: tuple[Chunk, ...]
+    rows: int
+    ranges: dict[str, Json]
+
+
 def plan_chunks(
     control: Connection,
     spec: SourceSpec,
@@ -60,8 +71,8 @@ def plan_chunks(
     snapshot: str,
     before: Mapping[int, str | None] | None,
     wanted: Wanted | None = None,
-) -> tuple[tuple[Chunk, ...], int]:
-    """The chunks of all tables, and how many rows they have by the server's own estimate.
+) -> Planned:
+    """What is read under a snapshot.
 
     Every table has a chunk, an empty one too: so a target learns of it. `before` is what was `published` before the
     snapshot was asked for: raises SourceUnavailable if that is not what is published now. None: nothing is published
@@ -71,28 +82,60 @@ def plan_chunks(
     with translated("planning the snapshot"), control.transaction():
         control.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
         control.execute(f"SET TRANSACTION SNAPSHOT {literal(snapshot)}".encode())
-        leaves = control.execute(_LEAVES.encode(), {"oids": list(relations)}).fetchall()
-        present = [leaf for leaf in leaves if leaf[0] in relations]
+        tables: dict[int, list[Leaf]] = {}
+        for row in control.execute(_LEAVES.encode(), {"oids": list(relations)}).fetchall():
+            tables.setdefault(row[0], []).append(Leaf.of(row))
+        parts = set() if wanted is None else {root for root in tables if relations[root].table in wanted.within}
         few = {
-            leaf[3]
-            for leaf in present
-            if wanted is not None and relations[leaf[0]].table in wanted.within
-            if _estimated_bytes(control, leaf, filters[leaf[0]]) <= CHUNK_BYTES
+            leaf.oid
+            for root in parts
+            for leaf in tables[root]
+            if _estimated_bytes(control, leaf, filters[root]) <= CHUNK_BYTES
         }
-    chunks = [
-        chunk
-        for leaf in present
-        for chunk in _chunks_of(relations[leaf[0]], leaf, filters[leaf[0]], at_once=leaf[3] in few)
-    ]
-    return tuple(chunks), sum(int(leaf[6]) for leaf in leaves)
+        ranges = {} if wanted is None else _ranges(control, relations, filters, tables, wanted)
+    chunks: list[Chunk] = []
+    for root, leaves in tables.items():
+        relation, condition = relations[root], filters[root]
+        if relation.table in ranges:
+            chunks += chunks_by_key(relation, leaves, ranges[relation.table])
+        else:
+            by_pages = (_chunks_of(relation, leaf, condition, at_once=leaf.oid in few) for leaf in leaves)
+            chunks += (chunk for each in by_pages for chunk in each)
+    return Planned(tuple(chunks), sum(leaf.rows for leaves in tables.values() for leaf in leaves), ranges)
 
 
-def _estimated_bytes(control: Connection, leaf: Sequence[Any], condition: str | None) -> int:
+def _ranges(
+    control: Connection,
+    relations: Mapping[int, Relation],
+    filters: Mapping[int, str | None],
+    tables: Mapping[int, Sequence[Leaf]],
+    wanted: Wanted,
+) -> dict[str, Json]:
+    """Of the tables that are wanted whole, and can be cut by their keys, how they are."""
+    found: dict[str, Json] = {}
+    for root, leaves in tables.items():
+        relation = relations[root]
+        if wanted.ranges is not None and relation.table not in wanted.within:
+            known = wanted.ranges.get(relation.table)
+            cut = cut_by_key(control, relation, leaves, filters[root], known, CHUNK_BYTES)
+            found |= {} if cut is None else {relation.table: cut}
+    return found
+
+
+def table_bytes(spec: SourceSpec) -> int:
+    """How large the tables are that the source's patterns name, with their long values."""
+    with connect(spec, PostgresOptions.of(spec)) as control:
+        oids = [table.relation.oid for table in catalog.select(control, spec.tables).tables]
+        with translated("looking how large the tables are"):
+            rows = control.execute(_LEAVES.encode(), {"oids": oids}).fetchall()
+    return sum(Leaf.of(row).size for row in rows)
+
+
+def _estimated_bytes(control: Connection, leaf: Leaf, condition: str | None) -> int:
     """How much of a table has rows for which the condition holds, by the server's own estimate."""
-    _, schema, name, _, _, size, rows, _ = leaf
-    asked = f"EXPLAIN (FORMAT JSON) SELECT 1 FROM ONLY {quote(schema, name)} WHERE {condition}"
+    asked = f"EXPLAIN (FORMAT JSON) SELECT 1 FROM ONLY {leaf.name} WHERE {condition}"
     ((plans,),) = control.execute(asked.encode()).fetchall()
-    return int(size * min(1.0, plans[0]["Plan"]["Plan Rows"] / max(1, rows)))
+    return int(leaf.size * min(1.0, plans[0]["Plan"]["Plan Rows"] / max(1, leaf.rows)))
 
 
 def described(
@@ -178,18 +221,25 @@ def read_chunk(spec: SourceSpec, plan: SnapshotPlan, chunk: Chunk) -> Iterator[p
     """The rows of a chunk as the relation's decoder takes them (op READ), some megabytes at a time.
 
     Raises SourceUnavailable when the snapshot is gone or the table was changed under it: the baseline then
-    starts again.
+    starts again. SourceHalted when the snapshot is older than it may become.
     """
     if chunk.rows is not None:
         yield from chunk.rows
         return
-    options = PostgresOptions.of(spec)
+    if plan.held_until is not None and datetime.now(UTC) >= plan.held_until:
+        raise SourceHalted(
+            f"the snapshot is as old as max_snapshot_age allows, and not all of {chunk.relation.table} is read",
+            hint="raise max_snapshot_age: what cannot be read by ranges of its key is read under one snapshot",
+        )
+    options, pace = PostgresOptions.of(spec), Pace(plan.rate)
     with closing(Session(connect_session(spec, options))) as session:
         try:
             awaited(session.run("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"))
             awaited(session.run(f"SET TRANSACTION SNAPSHOT {literal(plan.token)}"))
             _lock(session, chunk)
-            yield from copied(session, statement_of(chunk))
+            for rows in copied(session, statement_of(chunk)):
+                pace.hold(rows.nbytes)
+                yield rows
         except Refused as refused:
             if refused.sqlstate in _GONE_STATES:
                 raise SourceUnavailable(
@@ -230,28 +280,17 @@ def published(control: Connection, options: PostgresOptions) -> dict[int, str | 
 
 def whole_table(relation: Relation, leaf: str, oid: int, condition: str | None) -> Chunk:
     """All of a table as one chunk; its file is still to be told."""
-    what: Json = {"leaf": leaf, "oid": oid, "filenode": None, "begin": 0, "end": None, "condition": condition}
-    return Chunk(relation, what, 0)
+    return Chunk(relation, whole(leaf, oid, None, condition), 0)
 
 
-def _chunks_of(
-    relation: Relation, leaf: Sequence[Any], condition: str | None, *, at_once: bool = False
-) -> Iterator[Chunk]:
+def _chunks_of(relation: Relation, leaf: Leaf, condition: str | None, *, at_once: bool = False) -> Iterator[Chunk]:
     """`at_once`: the condition leaves so few rows that an index finds them faster than pages are read."""
-    _, schema, name, oid, filenode, size, _, block = leaf
-    pages = -(-size // block)
-    step = max(pages, 1) if at_once else CHUNK_BYTES // block
-    for begin in range(0, max(pages, 1), step):
-        last = begin + step >= pages
-        what: Json = {
-            "leaf": quote(schema, name),
-            "oid": oid,
-            "filenode": filenode,
-            "begin": begin,
-            "end": None if last else begin + step,
-            "condition": condition,
-        }
-        yield Chunk(relation, what, min(step, max(pages - begin, 0)) * block)
+    parts = 1 if at_once else leaf.parts(CHUNK_BYTES)
+    step = max(1, -(-leaf.pages // parts))
+    about = whole(leaf.name, leaf.oid, leaf.filenode, condition)
+    for begin in range(0, max(leaf.pages, 1), step):
+        last = begin + step >= leaf.pages
+        yield Chunk(relation, {**about, "begin": begin, "end": None if last else begin + step}, leaf.size // parts)
 
 
 def _lock(session: Session, chunk: Chunk) -> None:
@@ -283,7 +322,7 @@ def holds_still(session: Session, chunk: Chunk) -> bool:
 def statement_of(chunk: Chunk) -> str:
     """What copies a chunk's rows."""
     what = chunk.what
-    conditions = [f"ctid >= '({what['begin']},0)'"]
+    conditions = range_conditions(what) or [f"ctid >= '({what['begin']},0)'"]
     conditions += [] if what["end"] is None else [f"ctid < '({what['end']},0)'"]
     conditions += [f"({what['condition']})"] if what["condition"] else []
     return (

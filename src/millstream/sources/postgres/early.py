@@ -58,9 +58,14 @@ class EarlyTables:
         session: Session,
         relations: Mapping[int, Relation],
         filters: Mapping[int, str | None],
+        most: int | None = None,
     ) -> None:
-        """Only looks which tables these are; before the snapshot is asked for. `filters`: which rows are read."""
+        """Only looks which tables these are; before the snapshot is asked for. `filters`: which rows are read.
+
+        `most`: so many bytes may be read in a second, so that no more than this are read here.
+        """
         self._session = session
+        self._total = TOTAL_BYTES if most is None else min(TOTAL_BYTES, most)
         asked = {"oids": list(relations), "limit": TABLE_BYTES, "most": _MOST}
         with translated("looking for small tables"):
             rows = control.execute(_SMALL.encode(), asked).fetchall()
@@ -84,7 +89,7 @@ class EarlyTables:
 
         Raises SourceUnavailable if one was rewritten between the snapshot and its lock: it takes another snapshot.
         """
-        left = TOTAL_BYTES
+        left = self._total
         try:
             for oid, filenode in self._filenodes().items():
                 chunk = replace(self._chunks[oid], what={**self._chunks[oid].what, "filenode": filenode})

@@ -149,6 +149,23 @@ class PostgresOptions(_Keys):
         gt=0,
         description="How long a snapshot waits for transactions that are open on the source before it gives up.",
     )
+    max_connections: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="How many sessions read tables at once, at most, while tables are copied. Default: as many as "
+        "Spark runs tasks.",
+    )
+    max_rate: Annotated[int, BeforeValidator(parse_size), Field(ge=64 << 10)] | None = Field(
+        None, description="How many bytes a second are read, at most, by all of these sessions together: `20MiB`."
+    )
+    max_snapshot_age: Annotated[int, BeforeValidator(parse_duration_ms), Field(gt=0)] | None = Field(
+        None,
+        description="How long a snapshot of the source is held, at most. What is left then is read under another one.",
+    )
+    snapshot_at_once: Size = Field(
+        4 << 30,
+        description="Up to so much a new mirror gets all tables at one moment. Beyond it they come in ranges of their "
+        "keys, beside the changes, and a copy that is interrupted goes on with the ranges that are left.",
+    )
     wire: Literal["text", "binary"] = Field(
         "text",
         description="How values travel. `binary` is for tables of built-in base types and their arrays only, and gives "

@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from psycopg import pq
 from psycopg.pq.abc import PGconn
@@ -68,19 +68,21 @@ class HeldSnapshot:
             self._stack.callback(_let_go, exporter)
             reader = Session(connect_session(spec, options))
             self._stack.callback(reader.close)
-            early = EarlyTables(control, reader, *described(control, spec, options, before, wanted))
+            early = EarlyTables(control, reader, *described(control, spec, options, before, wanted), options.max_rate)
             # Before the slot is asked for: no change that is not in the snapshot was committed earlier.
             taken_at = _clock(control)
             name, position = _export(control, exporter, options, on_wait)
+            held_since = datetime.now(UTC)
             failpoint("snapshot.exported")
             seen = _running_in(reader.connection, name)
             early.lock()
             _await_barrier(control, seen, on_wait, early.let_go)
             failpoint("snapshot.barrier_passed")
             early.read()
-            chunks, rows = plan_chunks(control, spec, options, name, before, wanted)
-            chunks = early.found_in(chunks)
-            self.plan = SnapshotPlan(position, taken_at, name, chunks, rows)
+            planned = plan_chunks(control, spec, options, name, before, wanted)
+            chunks, age = early.found_in(planned.chunks), options.max_snapshot_age
+            until = None if age is None else held_since + timedelta(milliseconds=age)
+            self.plan = SnapshotPlan(position, taken_at, name, chunks, planned.rows, planned.ranges, until)
         except BaseException:
             self.close()
             raise

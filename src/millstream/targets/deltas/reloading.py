@@ -74,7 +74,7 @@ def copy_mirror(
         writer.attempt(wanted, relation, commit)
         failpoint("reload.mirror_committed")
     if step.last:
-        writer.attempt(wanted, relation, lambda handle: handle.remove_older(step.seq, soft=soft, only=only))
+        writer.attempt(wanted, relation, lambda handle: handle.remove_older(step.since, soft=soft, only=only))
         failpoint("reload.mirror_swept")
 
 

@@ -40,7 +40,14 @@ from millstream.targets.lanes.keeping import bring_back, keep
 from millstream.targets.lanes.logged import LoggedReader
 from millstream.targets.lanes.mirror import clear, has_newer, insert_rows, write_run
 from millstream.targets.lanes.reading import LaneReader, SqlRepairer
-from millstream.targets.lanes.reloading import ReloadLane, reload_name, remember_removed
+from millstream.targets.lanes.reloading import (
+    ReloadLane,
+    filling_name,
+    is_filling,
+    reload_name,
+    remember_removed,
+    set_filling,
+)
 from millstream.targets.lanes.replaying import ReplayLane, forget_tombstones, replay_name
 from millstream.targets.lanes.runs import Run, ahead, by_table, runs
 from millstream.targets.lanes.tables import Prepared, mirror_key, prepare
@@ -292,6 +299,14 @@ class LaneTarget:
     def settle_reload(self) -> None:
         self.settle_replay()
 
+    def filling(self) -> bool:
+        with self._asking() as db:
+            return is_filling(db, self._opened())
+
+    def set_filling(self, filling: bool) -> None:
+        with self._asking() as db, db.transaction():
+            set_filling(db, self._opened(), filling)
+
     def release(self, stream: str, target: str) -> None:
         """The tables stay as they are, and belong to nobody; the next stream may take them over."""
         db = self._asking()
@@ -303,7 +318,7 @@ class LaneTarget:
             db.create_own()
             for name in OWN:
                 db.run(f"DELETE FROM {db.own(name)} WHERE stream = ? AND target = ?", (stream, target))
-            for ours in (replay_name(target), reload_name(target)):
+            for ours in (replay_name(target), reload_name(target), filling_name(target)):
                 db.run(f"DELETE FROM {db.own('cursors')} WHERE stream = ? AND target = ?", (stream, ours))
             db.unmark(stream, target)
 

@@ -34,6 +34,26 @@ def reload_name(target: str) -> str:
     return f"{target} reload"
 
 
+def filling_name(target: str) -> str:
+    """Under which name `cursors` says that the first rows of a target have not all come. No target has such a name."""
+    return f"{target} filling"
+
+
+def is_filling(db: Database, context: TargetContext) -> bool:
+    """Whether the target says that it is not whole yet."""
+    owner = (context.stream, filling_name(context.target))
+    return bool(db.rows(f"SELECT 1 FROM {db.own('cursors')} WHERE stream = ? AND target = ?", owner))
+
+
+def set_filling(db: Database, context: TargetContext, filling: bool) -> None:
+    """Write that down, or take it back."""
+    owner = (context.stream, filling_name(context.target))
+    db.run(f"DELETE FROM {db.own('cursors')} WHERE stream = ? AND target = ?", owner)
+    if filling:
+        values = (*owner, context.epoch, context.run_id)
+        db.run(f"INSERT INTO {db.own('cursors')} (stream, target, epoch, run) VALUES (?, ?, ?, ?)", values)
+
+
 def remember_removed(db: Database, prepared: Prepared, run: Run, context: TargetContext) -> None:
     """Leave tombstones for what a run of the next batch removes, while tables are copied."""
     if prepared.key:
@@ -95,7 +115,7 @@ class ReloadLane:
         if isolating is not None:
             isolating.check()
         if mirrors and prepared.key and self.step.last:
-            clear(db, prepared, self.step.seq, soft=soft, only=only)
+            clear(db, prepared, self.step.since, soft=soft, only=only)
 
     def _writing(
         self, db: Database, prepared: Prepared, run: Run, *, mirrors: bool, soft: bool
