@@ -171,3 +171,27 @@ def test_a_target_whose_path_does_not_do_is_named(tmp_path: Path, database: Data
         ((_, message, told),) = target_told(found)
         assert (code, told, message.endswith(f"{tmp_path}/{said}")) == (int(fix is not None), fix, True), message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["directory", "file", "shop.yaml"]
+
+
+def test_streams_on_one_source_are_checked_with_the_tables_of_all(tmp_path: Path, database: Database) -> None:
+    database.sql("CREATE TABLE orders (id int PRIMARY KEY); CREATE TABLE items (id int PRIMARY KEY)")
+    source = {"name": "main", "kind": "postgres", "uri": database.uri}
+    for name in ("orders", "items", "nothing"):
+        stream = {
+            "name": name,
+            "source": {**source, "tables": [f"public.{name}"]},
+            "mode": "cdc",
+            "targets": [{**FILES, "path": f"./{name}"}],
+        }
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(stream))
+    files = {name: str(tmp_path / f"{name}.yaml") for name in ("orders", "items", "nothing")}
+    home = ("--home", str(tmp_path / "home"))
+
+    def told(*words: str) -> list[str]:
+        found = json.loads(CliRunner().invoke(app, ["check", "--connect", "--json", *words]).stdout)
+        return [one["message"] for one in found["findings"]["main"] if one["check"] == "tables"]
+
+    assert told(files["nothing"], files["items"], *home)[0] == "table public.nothing does not exist"
+    assert told(files["items"], *home) == ["1 to capture: public.items"]
+    assert CliRunner().invoke(app, ["apply", files["orders"], *home]).exit_code == 0
+    assert told(files["items"], *home) == ["2 to capture: public.items, public.orders"]

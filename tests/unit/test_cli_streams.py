@@ -61,7 +61,7 @@ def test_a_file_is_applied_once_and_again(home: Path) -> None:
         ("shop", "created", ["public.items"]),
     ]
     text = millstream(home, "list").stdout.splitlines()
-    assert text[1] == "shop  created  main: public.items -> log (files), copy (files)"
+    assert text[2].split(maxsplit=4) == ["shop", "created", "main", "public.items", "log (files), copy (files)"]
 
 
 def test_a_password_in_a_file_is_not_written_down(home: Path) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from millstream.cli.output import Json, console, print_json, report_warning
+from millstream.cli.output import Home, Json, console, print_json, report_warning
 
 if TYPE_CHECKING:
     from millstream.config.problems import Problem
@@ -20,6 +20,7 @@ def check(
     connect: Annotated[
         bool, typer.Option("--connect", help="Look at source and targets too; changes nothing.")
     ] = False,
+    home: Home = None,
     json: Json = False,
 ) -> None:
     """Check stream files: every problem at once, with its line. Exit 2 when there is one."""
@@ -34,7 +35,7 @@ def check(
             print_json({"ok": False, "problems": [problem.to_json() for problem in error.problems]})
             raise typer.Exit(2) from None
         raise
-    looked_at = {stream.source.name: stream.source for stream in streams} if connect else {}
+    looked_at = _sources(streams, home) if connect else {}
     findings = {name: _preflight(source, streams) + _targets(name, streams) for name, source in looked_at.items()}
     ok = not any(one.severity is Severity.ERROR for found in findings.values() for one in found)
     if json:
@@ -44,32 +45,46 @@ def check(
     raise typer.Exit(0 if ok else 1)
 
 
+def _sources(streams: list[StreamSpec], home: str | None) -> dict[str, SourceSpec]:
+    """By name each source with the tables of all streams on it: of these files, and of others in the home."""
+    from dataclasses import replace
+
+    from millstream.engine.engine import Engine
+    from millstream.engine.home import Home as HomeDirectory
+
+    names = {stream.name for stream in streams}
+    others = [stream for stream in Engine(HomeDirectory.locate(home)).list_streams() if stream.name not in names]
+    found: dict[str, SourceSpec] = {}
+    for stream in streams:
+        sharing = [one.source for one in (*streams, *others) if one.source.name == stream.source.name]
+        tables = dict.fromkeys(table for source in sharing for table in source.tables)
+        found[stream.source.name] = replace(stream.source, tables=tuple(tables))
+    return found
+
+
 def _preflight(source: SourceSpec, streams: list[StreamSpec]) -> list[Finding]:
+    """`source` has the tables of all streams on it, the given ones and others."""
     from millstream.config.kinds import is_mirror, keeps_history
     from millstream.model import Mode
     from millstream.sources import open_source, preflight_copy
     from millstream.sources.base import Severity
 
-    mirrors = [
-        target.name
-        for stream in streams
-        for target in stream.targets
-        if stream.source.name == source.name and is_mirror(target)
-    ]
-    copied = all(stream.mode is Mode.SNAPSHOT for stream in streams if stream.source.name == source.name)
+    mine = [stream for stream in streams if stream.source.name == source.name]
+    copied = all(stream.mode is Mode.SNAPSHOT for stream in mine)
     opened = open_source(source)
     try:
         found = preflight_copy(source) if copied else opened.preflight()
         if any(one.severity is Severity.ERROR for one in found):
             return found
         if not copied:
-            found += _shadowed(source, [stream for stream in streams if stream.source.name == source.name])
-        if mirrors and not copied:
-            found += _without_key(opened.relations(source.tables), mirrors)
-        mine = [stream for stream in streams if stream.source.name == source.name]
+            found += _shadowed(source, mine)
         for stream in mine:
+            mirrors = [target.name for target in stream.targets if is_mirror(target)]
+            if mirrors and not copied:
+                found += _without_key(opened.relations(stream.source.tables), mirrors)
             if not stream.shape and any(map(keeps_history, stream.targets)):
-                found += [one for relation in opened.relations(source.tables) for one in _names(stream, relation)]
+                tables = opened.relations(stream.source.tables)
+                found += [one for relation in tables for one in _names(stream, relation)]
         return found + _shapes(opened, [stream for stream in mine if stream.shape])
     finally:
         opened.close()

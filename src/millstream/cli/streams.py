@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from millstream.cli.columns import Column, print_columns
 from millstream.cli.output import Home, Json, console, print_json, report_warning
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ def apply(
         console().print("No process runs this home: start one with `millstream run`.")
 
 
+_LISTED = (Column("name"), Column("state"), Column("source", spare=1), Column("tables", spare=2), Column("targets"))
+
+
 def list_streams(home: Home = None, json: Json = False) -> None:
     """List the streams of a home."""
     from millstream.engine.home import Home as HomeDirectory
@@ -64,12 +68,15 @@ def list_streams(home: Home = None, json: Json = False) -> None:
             ]
         )
         return
+    if not streams:
+        console().print("No stream is here.")
+        return
+    rows = []
     for stream in streams:
         state = "being deleted" if stream.deleting else stream.state.value
         targets = ", ".join(f"{target.name} ({target.kind})" for target in stream.targets)
-        console().print(f"{stream.name}  {state}  {stream.source.name}: {', '.join(stream.tables)} -> {targets}")
-    if not streams:
-        console().print("No stream is here.")
+        rows.append([stream.name, state, stream.source.name, ", ".join(stream.tables), targets])
+    print_columns(_LISTED, rows)
 
 
 def pause(name: Name, target: Target = None, home: Home = None, json: Json = False) -> None:

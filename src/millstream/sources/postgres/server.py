@@ -142,7 +142,7 @@ def _slots(conn: Connection, server: Server, options: PostgresOptions) -> Findin
             "slots",
             Severity.WARNING,
             f"slot {options.slot} is being read by server process {info.active_pid}",
-            "stop the other Millstream before you start this one",
+            "if that is not the process that runs this home, stop it before you start this one",
         )
     return Finding("slots", Severity.OK, f"slot {options.slot} exists and is sound")
 
