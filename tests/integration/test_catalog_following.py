@@ -16,6 +16,7 @@ from millstream import Engine, Mode, StreamState
 from millstream.cli.app import app
 from millstream.journal import JournalReader
 from millstream.registry.versions import Registry
+from tests.fixtures.delivery import Watching
 from tests.fixtures.engines import await_that
 from tests.fixtures.postgres import Database
 from tests.integration.test_reload import TABLES, Everywhere
@@ -37,7 +38,7 @@ def noticed(engine: Engine) -> dict[str, str]:
 
 
 def test_targets_equal_the_source_after_what_no_change_tells(
-    engine: Engine, database: Database, tmp_path: Path
+    engine: Engine, database: Database, tmp_path: Path, watching: Watching
 ) -> None:
     database.sql(TABLES)
     shop = watchful(Everywhere(engine, database, tmp_path, "public.parts", "public.orders", only="copy log"))
@@ -45,9 +46,17 @@ def test_targets_equal_the_source_after_what_no_change_tells(
         engine.upsert_stream(shop.stream)
         engine.await_ready("shop", 120)
         shop.await_equal("parts", "orders")
+        database.sql("INSERT INTO parts VALUES (3, 'soon gone')")
+        shop.await_equal("parts")
         database.sql("TRUNCATE parts_a")
         shop.await_equal("parts")
         await_that(lambda: noticed(engine) == {"c1": "partition_truncated public.parts applied"})
+        # No change tells that its row is gone.
+        engine.replay("shop", 1, "copy")
+        copied = "copy", "public.parts"
+        ended = "reload.table_finished"
+        await_that(lambda: [(e.target, e.fields["table"]) for e in watching.of(ended)].count(copied) == 2)
+        shop.await_equal("parts")
         database.sql("ALTER TABLE orders ALTER note TYPE text USING note || '!'")
         shop.await_equal("orders")
         database.sql("INSERT INTO parts VALUES (1, 'after'); UPDATE orders SET note = 'after' WHERE id = 2")

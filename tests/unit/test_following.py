@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from millstream.engine import following
+from millstream.engine import gate as gating
 from millstream.engine.following import Following
 from millstream.engine.gate import Gate, events
 from millstream.engine.home import Home
@@ -135,6 +137,26 @@ def test_each_target_gets_a_copy_once(
     assert told(store, spec, reader)["c1"] == ("applied", ["applied", "applied"])
 
 
+def test_a_target_that_came_back_from_before_it_gets_it_once_more(
+    tmp_path: Path, store: SqliteStateStore, reader: JournalReader, serve: Serve
+) -> None:
+    spec, journal = stream(tmp_path), reader.header().journal_id
+    begun(store, journal)
+    serve(spec)
+    end_copies(store)
+    store.open_epoch(EpochRecord("shop", "copy", 2, journal, 1, None, "the target is behind its saved cursor", NOW))
+    store.open_epoch(EpochRecord("shop", "spare", 2, journal, 3, None, "the checkpoint cannot be read", NOW))
+    assert serve(spec).asked == [("copy", "public.orders")]
+    end_copies(store)
+    assert serve(spec).asked == []
+    asking = Asking(store)
+    once_more = Following(Home(tmp_path), store, asking, asking.recapture, asking)
+    once_more.repeat(spec, ["spare"], 3)
+    once_more.repeat(spec, ["spare"], 0)
+    once_more.serve([spec])
+    assert asking.asked == [("spare", "public.orders")], "what is replayed from before it brings rows that are gone"
+
+
 def test_a_table_that_comes_is_captured_once_for_all_targets(
     tmp_path: Path, store: SqliteStateStore, serve: Serve
 ) -> None:
@@ -196,12 +218,13 @@ def test_a_gate_holds_delivery_where_it_is_until_somebody_decides(
 
 
 def test_a_target_that_cannot_get_a_table_anew_waits_for_somebody_to_say_so(
-    tmp_path: Path, store: SqliteStateStore, reader: JournalReader, serve: Serve
+    tmp_path: Path, store: SqliteStateStore, reader: JournalReader, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    past = TargetSpec("past", "delta", BatchLimits(0, 1, 1), options={"path": str(tmp_path / "past"), "write": "scd2"})
-    spec, journal = replace(stream(tmp_path), targets=(past,)), reader.header().journal_id
-    store.save_cursor(Cursor("shop", "past", journal, 1, 3, 1208, NOW, NOW))
-    gate = Gate(spec, "past", reader.locations, store, None, reloads=False)
+    for module in (following, gating):
+        monkeypatch.setattr(module, "reloads", lambda _: False)
+    spec, journal = replace(stream(tmp_path), targets=stream(tmp_path).targets[:1]), reader.header().journal_id
+    store.save_cursor(Cursor("shop", "copy", journal, 1, 3, 1208, NOW, NOW))
+    gate = Gate(spec, "copy", reader.locations, store, None, reloads=False)
     closed = gate.after(3)
     assert closed is not None
     assert closed.policy is Policy.GATE

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from millstream.engine.gate import own_noticed, reloads
 from millstream.engine.home import Home
-from millstream.engine.receipts import receipt, receipts, save_receipts
+from millstream.engine.receipts import noted_epoch, receipt, receipts, save_receipts
 from millstream.engine.reload import FAILED as COPY_FAILED
 from millstream.engine.reload import RELOAD, UNFINISHED
 from millstream.errors import MillstreamError
@@ -22,7 +22,7 @@ from millstream.registry.ddl import APPLIED, COPYING, FAILED, LEFT, WAITING, pol
 from millstream.registry.kinds import Decision, Kind, Policy
 from millstream.registry.noticed import Noticed
 from millstream.spark.tables import OwnTables
-from millstream.state.base import StateStore
+from millstream.state.base import EpochRecord, StateStore
 
 LOOK_SECONDS = 1.0
 """How often journals are looked at for what capture has found."""
@@ -91,10 +91,12 @@ class Following:
         own = None if set(captured) <= set(stream.source.tables) else OwnTables(stream.source.tables, captured)
         return own_noticed(self._readers[stream.source.name], own)
 
-    def _follow(self, stream: StreamSpec, target: TargetSpec, told: Sequence[Noticed]) -> bool:
+    def _follow(self, stream: StreamSpec, target: TargetSpec, told: list[Noticed]) -> bool:
         """Have a target get what it has not got. Returns whether a table is among it that is not captured yet."""
-        reader = self._readers[stream.source.name]
-        journal = reader.header().journal_id
+        journal = self._readers[stream.source.name].header().journal_id
+        epoch = self._store.current_epoch(stream.name, target.name)
+        if epoch is not None:
+            self._take_back(stream, target.name, epoch, told)
         known = receipts(self._store, stream.name, journal)
         decided = self._store.ddl_decisions(stream.name, journal)
         can, chosen, come = reloads(target), dict(stream.ddl), False
@@ -107,9 +109,30 @@ class Following:
                 continue
             word = LEFT if policy is Policy.IGNORE else self._bring(stream, target, one, can=can)
             if word is not None:
-                save_receipts(self._store, stream.name, target.name, journal, {one.number: word})
+                began = epoch.epoch if epoch is not None else None
+                save_receipts(self._store, stream.name, target.name, journal, {one.number: word}, began)
                 come |= word == COPYING and one.kind is Kind.CREATE_TABLE
         return come
+
+    def _take_back(self, stream: StreamSpec, target: str, epoch: EpochRecord, told: list[Noticed]) -> None:
+        """A target that came back from a copy is where it was before some of it: that is to be done once more."""
+        journal = self._readers[stream.source.name].header().journal_id
+        noted = noted_epoch(self._store, stream.name, target, journal)
+        if noted is None or noted >= epoch.epoch or epoch.journal_id != journal:
+            return
+        known = receipts(self._store, stream.name, journal)
+        behind = [one.number for one in told if one.seq >= epoch.start_seq]
+        again = {number: WAITING for number in behind if receipt(known, target, number) != WAITING}
+        save_receipts(self._store, stream.name, target, journal, again, epoch.epoch)
+
+    def repeat(self, stream: StreamSpec, targets: Sequence[str], seq: int) -> None:
+        """Have what the catalog told since that change done once more: changes from before it come again."""
+        if not self._changes(stream):
+            return
+        journal = self._readers[stream.source.name].header().journal_id
+        again = {one.number: WAITING for one in self._told(stream) if one.seq >= seq}
+        for target in targets:
+            save_receipts(self._store, stream.name, target, journal, again)
 
     def _bring(self, stream: StreamSpec, target: TargetSpec, one: Noticed, *, can: bool) -> str | None:
         """Have the target get it; the receipt, None if that has to wait."""

@@ -162,6 +162,7 @@ class Operations:
                 raise RequestFailed(f"stream {name} is being compared with its source", hint="replay after that")
             self._running.stop_targets(name, targets)
         replay.run()
+        self._following.repeat(self._spec(name), targets, replay.seq)
         self._tell("stream.replayed", f"{self._what(name, target)} is replayed from seq {replay.seq + 1}", name, target)
 
     def restore(self, name: str, target: str, asked: Json) -> Json:

@@ -9,7 +9,8 @@ from millstream.registry.ddl import COPYING, FAILED, WAITING
 from millstream.state.base import StateStore
 
 NOTE = "catalog"
-"""The kind of note in which the state store has them: the journal's id, and by number what became of a change."""
+"""The kind of note in which the state store has them: the journal's id, the delivery epoch, and by number what became
+of a change."""
 
 
 def receipts(store: StateStore, stream: str, journal: str) -> dict[str, dict[int, str]]:
@@ -26,12 +27,22 @@ def receipt(found: Mapping[str, Mapping[int, str]], target: str, number: int) ->
     return found.get(target, {}).get(number, WAITING)
 
 
-def save_receipts(store: StateStore, stream: str, target: str, journal: str, words: Mapping[int, str]) -> None:
-    """Write down what became of some changes; what is known of others stays."""
-    if not words:
+def noted_epoch(store: StateStore, stream: str, target: str, journal: str) -> int | None:
+    """The delivery epoch in which the target had what its receipts say; None if it has none."""
+    note = store.notes(stream, NOTE).get(target)
+    return int(note["epoch"]) if note is not None and note["journal"] == journal else None
+
+
+def save_receipts(
+    store: StateStore, stream: str, target: str, journal: str, words: Mapping[int, str], epoch: int | None = None
+) -> None:
+    """Write down what became of some changes, and in which delivery epoch; what is known of others stays."""
+    if not words and epoch is None:
         return
     known = {**receipts(store, stream, journal).get(target, {}), **words}
-    note = {"journal": journal, "receipts": {str(number): word for number, word in known.items()}}
+    kept = noted_epoch(store, stream, target, journal) or 0
+    said = {str(number): word for number, word in known.items()}
+    note = {"journal": journal, "epoch": kept if epoch is None else epoch, "receipts": said}
     store.save_note(stream, target, NOTE, note)
     failpoint("catalog.receipt_saved")
 
