@@ -8,6 +8,7 @@ import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -17,7 +18,7 @@ from psycopg.pq.abc import PGconn
 
 from millstream.errors import SourceUnavailable
 from millstream.sources.postgres import copy_socket
-from millstream.sources.postgres.copy_socket import HEAD, CopySocket
+from millstream.sources.postgres.copy_socket import HEAD, CopySocket, is_open_to_read
 from millstream.sources.postgres.pgoutput import ProtocolError
 from millstream.sources.postgres.session import Refused, Session
 
@@ -151,3 +152,17 @@ def test_who_leaves_early_ends_what_the_server_does() -> None:
         with CopySocket(session_of(connection), "the session") as copy:
             next(copy.rows("COPY it"))
         assert connection.calls == ["cancel", "finish"]
+
+
+@pytest.mark.parametrize(
+    ("known", "is_open"),
+    [
+        ({"ssl_in_use": False, "used_gssapi": False}, True),
+        ({"ssl_in_use": True, "used_gssapi": False}, False),
+        ({"ssl_in_use": False, "used_gssapi": True}, False),
+        ({"ssl_in_use": False}, False),
+    ],
+    ids=["plain", "TLS", "GSSAPI", "not known"],
+)
+def test_only_what_nobody_encrypts_is_read_from_the_socket(known: dict[str, bool], is_open: bool) -> None:
+    assert is_open_to_read(cast(PGconn, SimpleNamespace(**known))) is is_open

@@ -250,6 +250,11 @@ class PostgresDatabase(Database):
         self._make_schema(relation.schema)
         super().create(relation, columns, key)
 
+    def add_keys(self) -> None:
+        self._session.connection.patience = sessions.INDEXING_SECONDS
+        super().add_keys()
+        self._session.connection.patience = sessions.WRITING_SECONDS
+
     def add_column(self, table: str, column: ColumnDef, constant: Constant | None, default: str = "") -> None:
         if constant is None:
             super().add_column(table, column, None, default)

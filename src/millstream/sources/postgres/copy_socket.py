@@ -53,7 +53,8 @@ def is_open_to_read(connection: PGconn) -> bool:
     """Whether what goes over the connection's socket is what the server says, and not what libpq makes of it."""
     try:
         return not connection.ssl_in_use and not connection.used_gssapi
-    except psycopg.NotSupportedError:
+    except (AttributeError, psycopg.NotSupportedError):
+        # Before psycopg 3.3, or with a libpq before 16, nobody can tell.
         return False
 
 

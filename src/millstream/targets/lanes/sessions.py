@@ -74,6 +74,8 @@ ASKING_SECONDS = 60.0
 """How long the driver waits for the answer to a statement: whoever stops or starts a stream may wait for it,"""
 WRITING_SECONDS = 1800.0
 """and how long a task does. A server that never answers does not close the connection either."""
+INDEXING_SECONDS = 24 * 3600.0
+"""The same for a statement that reads all rows of a table, of which there may be any number."""
 
 
 class Connection(psycopg.Connection[tuple[Any, ...]]):
