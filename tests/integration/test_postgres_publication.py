@@ -207,7 +207,11 @@ def test_a_table_that_lost_its_key_while_capture_was_stopped_is_moved_and_captur
     any_database: Database, control: Control
 ) -> None:
     any_database.sql("CREATE TABLE a (id int PRIMARY KEY, v int); INSERT INTO a VALUES (1, 1)")
+    any_database.sql("CREATE TABLE unwanted (id int PRIMARY KEY)")
     control.sync()
+    any_database.sql("ALTER TABLE unwanted DROP CONSTRAINT unwanted_pkey")
+    assert names(control.sync("public.a", first_start=False).publications[control.options.publication]) == {"a"}
+    any_database.sql("DROP TABLE unwanted")
     any_database.sql("ALTER TABLE a DROP CONSTRAINT a_pkey")
     with pytest.raises(SourceHalted, match=r"table public\.a can no longer publish updates .* and was moved") as halted:
         control.sync(first_start=False)

@@ -142,6 +142,10 @@ def watch_publications(
             for table in tables_by_oid(conn, list(members))
             if (danger := danger_of(table, members[table.relation.oid])) is not None
         ]
+        if endangered and patterns:
+            # One that nobody wants any more is no loss: the next sync takes it out.
+            meant = {table.relation.oid for table in select(conn, patterns).tables}
+            endangered = [(table, danger) for table, danger in endangered if table.relation.oid in meant]
         if not endangered:
             return []
         rescued = _move_to_inserts(conn, options, [table for table, _ in endangered])
