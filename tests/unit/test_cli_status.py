@@ -253,6 +253,13 @@ def test_a_stream_whose_targets_have_all_failed_has_failed(home: Home) -> None:
         assert status(home)["streams"][0]["state"] == "failed"
 
 
+def test_a_capture_that_ended_because_targets_failed_has_stopped(home: Home) -> None:
+    save(home, Runtime("shop", "", StreamState.FAILED, CaptureReport("running").to_json()))
+    save(home, *(Runtime("shop", name, StreamState.FAILED) for name in ("log", "spare")))
+    (stream,) = status(home)["streams"]
+    assert (stream["state"], stream["source"]["state"], stream["source"]["error"]) == ("failed", "stopped", None)
+
+
 def test_a_process_that_has_gone_silent_is_not_healthy(home: Home) -> None:
     with home.lock():
         save(home, *(Runtime("shop", name, StreamState.RUNNING) for name in ("", "log", "spare")))

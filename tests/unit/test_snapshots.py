@@ -351,5 +351,5 @@ def test_the_command_does_all_of_it_in_json(tmp_path: Path) -> None:
     for words in (["list", "shop"], ["create", "shop"], ["list", "shop"], ["inspect", "shop"]):
         done = CliRunner().invoke(app, ["snapshot", *words, "--home", str(tmp_path)])
         assert done.exit_code == 0, done.output
-    assert "public.orders: 1 rows" in done.stdout
+    assert "public.orders: 1 row," in done.stdout
     assert CliRunner().invoke(app, ["status", "--home", str(tmp_path)]).exit_code == 0

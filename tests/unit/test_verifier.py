@@ -19,7 +19,7 @@ from millstream.engine.running import Held
 from millstream.engine.verifier import Order, Verifier
 from millstream.engine.verify import Asked, Place, VerifyStopped
 from millstream.engine.verify_report import TableVerdict, TargetVerdict, VerifyReport
-from millstream.errors import ConfigError, NotSupported, VerifyFailed
+from millstream.errors import ConfigError, MillstreamError, NotSupported, VerifyFailed
 from millstream.model import BatchLimits, Json, Mode, SourceSpec, StreamSpec, TargetSpec
 from millstream.state.memory import MemoryStateStore
 from millstream.targets.base import Reader
@@ -67,7 +67,7 @@ class Comparing:
     """Takes the place of a comparison on Spark."""
 
     wait = threading.Event()
-    fail = False
+    fail: MillstreamError | None = None
 
     def __init__(self, *arguments: Any) -> None:
         self.stopping: threading.Event = arguments[6]
@@ -77,7 +77,7 @@ class Comparing:
             if self.stopping.is_set():
                 raise VerifyStopped
         if Comparing.fail:
-            raise VerifyFailed("the journal did not come")
+            raise Comparing.fail
         return VERDICT
 
 
@@ -86,7 +86,7 @@ def comparing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(verifier, "TargetVerification", Comparing)
     monkeypatch.setattr(verifier, "SCHEDULE_SECONDS", 0.0)
     monkeypatch.setattr(Comparing, "wait", threading.Event())
-    monkeypatch.setattr(Comparing, "fail", False)
+    monkeypatch.setattr(Comparing, "fail", None)
     Comparing.wait.set()
     yield
     Comparing.wait.set()
@@ -106,6 +106,21 @@ def test_targets_are_held_one_after_another_and_the_answer_is_kept(tmp_path: Pat
     assert VerifyReport.from_json(answers[0]["result"]).equal
     assert (running.history, running.held) == (["log", "other"], [])
     assert sorted(store.verifications("shop")) == ["log", "other"]
+
+
+def test_a_table_that_was_named_wrongly_does_not_replace_what_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = list[Json]()
+    it, store, watching = made(Running(tmp_path))
+    it.submit(Order("shop", ("log",), Asked(("public.t",)), answers.append))
+    await_that(lambda: it.serve() or len(answers) == 1)
+    monkeypatch.setattr(Comparing, "fail", ConfigError("the stream has no table public.nope"))
+    it.submit(Order("shop", ("log",), Asked(("public.nope",)), answers.append))
+    await_that(lambda: it.serve() or len(answers) == 2)
+    assert answers[1]["error"]["message"] == "the stream has no table public.nope"
+    known = store.verifications("shop")["log"]
+    assert (known["equal"], known["only"], watching.of("verify.failed")) == (True, ["public.t"], [])
 
 
 def test_a_stream_that_changes_gets_its_target_back_at_once(tmp_path: Path) -> None:
@@ -169,7 +184,7 @@ def test_a_target_without_its_baseline_is_left_to_it(tmp_path: Path) -> None:
 def test_no_answer_is_told_and_remembered(tmp_path: Path) -> None:
     running, answers = Running(tmp_path), list[Json]()
     it, store, watching = made(running)
-    Comparing.fail = True
+    Comparing.fail = VerifyFailed("the journal did not come")
     it.submit(Order("shop", ("log",), Asked(), answers.append))
     await_that(lambda: it.serve() or bool(answers))
     assert answers[0]["error"]["kind"] == "VerifyFailed"

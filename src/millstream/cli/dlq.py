@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from millstream.cli.columns import Column, print_columns
-from millstream.cli.output import Home, Json, console, print_json
+from millstream.cli.output import Home, Json, console, counted, print_json
 from millstream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def purge(
     """Give letters up: the changes are lost to their target, whose rows stay as they are."""
     engine = _engine(home)
     removed = engine.purge_letters(_numbers(engine, ids, stream, target, table))
-    print_json({"purged": removed}) if json else console().print(f"{removed} dead letters were given up.")
+    print_json({"purged": removed}) if json else console().print(f"{counted(removed, 'dead letter')} given up.")
 
 
 def _engine(home: str | None) -> Engine:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from millstream.cli.journal_prune import prune
-from millstream.cli.output import Home, Json, console, print_json
+from millstream.cli.output import Home, Json, console, counted, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,7 +85,7 @@ def verify(
         if not found:
             out.print("There is no journal yet.")
         for source, problems in found.items():
-            out.print(f"{source}: {'whole' if not problems else f'{len(problems)} problems'}")
+            out.print(f"{source}: {'whole' if not problems else counted(len(problems), 'problem')}")
             for problem in problems:
                 out.print(f"  {problem}", style="red")
     raise typer.Exit(1 if any(found.values()) else 0)

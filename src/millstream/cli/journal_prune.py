@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from millstream.cli.output import Home, Json, console, print_json, size
+from millstream.cli.output import Home, Json, console, counted, print_json, size
 from millstream.errors import ConfigError
 
 
@@ -39,12 +39,12 @@ def prune(
         return
     out = console()
     verb = "removed" if result["done"] else "would remove" if dry_run else "nothing to remove:"
-    amount = f"{result['rows']:,} changes, {result['segments']} segments, {size(result['bytes'])}"
+    amount = f"{counted(result['rows'], 'change')}, {counted(result['segments'], 'segment')}, {size(result['bytes'])}"
     out.print(f"{name}: {verb} {amount}" + (f"; up to seq {result['last_seq']:,}" if result["last_seq"] else ""))
     held = result["held"]
     if held["segments"]:
         who = ", ".join(f"{one['stream']}/{one['target']} (at seq {one['seq']:,})" for one in held["by"])
-        out.print(f"  {held['rows']:,} changes more are over the limit, but still needed by {who}", style="yellow")
+        out.print(f"  {counted(held['rows'], 'change')} over the limit too, but still needed by {who}", style="yellow")
     for one in result["halted"]:
         out.print(f"  {one['stream']}/{one['target']} is at seq {one['seq']:,}: it cannot go on", style="red")
 

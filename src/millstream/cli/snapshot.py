@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from millstream.cli.columns import Column, print_columns
-from millstream.cli.output import Home, Json, console, print_json, seconds, size
+from millstream.cli.output import Home, Json, console, counted, print_json, seconds, size
 
 if TYPE_CHECKING:
     from millstream.engine.engine import Engine
@@ -52,7 +52,7 @@ def create(
         print_json([one.to_json() for one in found])
         return
     for one in found:
-        what = f"{one.rows:,} rows, {size(one.size)}, at seq {one.seq:,} ({one.position_text})"
+        what = f"{counted(one.rows, 'row')}, {size(one.size)}, at seq {one.seq:,} ({one.position_text})"
         console().print(f"{name}/{one.target}: {one.id}: {what}, in {seconds(one.seconds)}")
 
 
@@ -94,7 +94,7 @@ def inspect(
         console().print(f"cannot be restored: {why}", style="yellow")
     for table in told["tables"]:
         columns = ", ".join(f"{column} {kind}" for column, kind in table["columns"].items())
-        console().print(f"  {table['name']}: {table['rows']:,} rows, {size(table['bytes'])}: {columns}")
+        console().print(f"  {table['name']}: {counted(table['rows'], 'row')}, {size(table['bytes'])}: {columns}")
 
 
 @snapshot.command()

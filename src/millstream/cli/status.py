@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 
 from millstream.cli.columns import Column, print_columns
-from millstream.cli.output import Home, Json, console, how_far, print_json, seconds, size
+from millstream.cli.output import Home, Json, console, counted, how_far, print_json, seconds, size
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -138,7 +138,7 @@ def _print_tables(stream: StreamStatus) -> None:
     ]
     print_columns(_TABLES, rows, indent=2)
     if len(tables) > SHOWN_TABLES:
-        console().print(f"  and {len(tables) - SHOWN_TABLES} tables more; --json has all of them, by target")
+        console().print(f"  and {counted(len(tables) - SHOWN_TABLES, 'table')} more; --json has all of them, by target")
 
 
 def _print_source(stream: StreamStatus) -> None:
@@ -209,7 +209,7 @@ def _print_reloads(stream: StreamStatus) -> None:
             elif one["state"] == "running":
                 console().print(f"{what}, {how_far(one)}, {one['rows']:,} rows")
             else:
-                console().print(f"{what}, {one['rows']:,} rows" if one["state"] == "done" else what)
+                console().print(f"{what}, {counted(one['rows'], 'row')}" if one["state"] == "done" else what)
 
 
 def _print_comparisons(stream: StreamStatus) -> None:
@@ -224,7 +224,8 @@ def _print_comparisons(stream: StreamStatus) -> None:
         if last["equal"] is None:
             console().print(f"  target {target.name}: not compared at {at}: {last['error']}", style="yellow")
         elif last["equal"]:
-            console().print(f"  target {target.name}: equal to the source at {at}, {last['position']}")
+            only = f" (only {', '.join(last['only'])})" if last.get("only") else ""
+            console().print(f"  target {target.name}{only}: equal to the source at {at}, {last['position']}")
         else:
             text = f"differs from the source since {at}; see it with: millstream verify {stream.name}"
             console().print(f"  target {target.name}: {text}", style="red")
@@ -234,12 +235,13 @@ def _print_troubles(stream: StreamStatus) -> None:
     """What went wrong, and what to do about it."""
     out, source = console(), stream.source
     if stream.errors_last_hour:
-        out.print(f"  {stream.errors_last_hour} errors in the last hour; the last: {stream.last_error}", style="yellow")
+        errors = counted(stream.errors_last_hour, "error")
+        out.print(f"  {errors} in the last hour; the last: {stream.last_error}", style="yellow")
     for target in stream.targets:
         if target.retrying:
             out.print(f"  target {target.name}: trying again: {target.retrying}", style="yellow")
         if target.dead_letters:
-            what = f"{target.dead_letters:,} changes could not be taken: millstream dlq list {stream.name}"
+            what = f"{counted(target.dead_letters, 'change')} could not be taken: millstream dlq list {stream.name}"
             out.print(f"  target {target.name}: {what}", style="yellow")
     failures = [(f"source {source.name}", source.error, source.hint)]
     failures += [(f"target {target.name}", target.error, target.hint) for target in stream.targets]

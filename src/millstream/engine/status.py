@@ -309,6 +309,8 @@ def _source(
     report = _report(CaptureReport, runtime)
     alive = runtime is not None and not _is_stale(runtime, owner)
     state = _state(runtime, owner).value
+    if not alive and not report.error and state == StreamState.FAILED.value:
+        state = StreamState.STOPPED.value  # it was a target that failed, and the capture ended with the process
     return SourceStatus(
         name=source["name"],
         kind=source["kind"],

@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from millstream.engine.verify import Asked, TargetVerification, VerifyStopped, can_repair, check_asked
 from millstream.engine.verify_report import TargetVerdict, VerifyReport
-from millstream.errors import MillstreamError, NotReady, NotSupported, RequestFailed, UnknownStream, VerifyFailed
+from millstream.errors import (
+    ConfigError,
+    MillstreamError,
+    NotReady,
+    NotSupported,
+    RequestFailed,
+    UnknownStream,
+    VerifyFailed,
+)
 from millstream.model import Json, Mode
 from millstream.observe import Event, Level, Observer
 from millstream.state.base import StateStore
@@ -175,7 +183,9 @@ class Verifier:
         try:
             return self._compare(order.stream, target, asked, stopping)
         except MillstreamError as failed:
-            self._note_failure(order.stream, target, failed)
+            # A table that was named wrongly says nothing of the target: what is known of it stays.
+            if order.scheduled or not isinstance(failed, ConfigError):
+                self._note_failure(order.stream, target, failed)
             raise
 
     def _compare(self, stream: str, target: str, asked: Asked, stopping: threading.Event) -> TargetVerdict:
@@ -192,7 +202,7 @@ class Verifier:
                 lambda text: self._running.say(stream, target, text),
             )
             verdict = comparing.run(asked)
-            self._store.save_verification(stream, target, verdict.to_json())
+            self._store.save_verification(stream, target, {**verdict.to_json(), "only": list(asked.tables)})
             return verdict
         finally:
             self._running.let_go(stream, target)
