@@ -25,7 +25,7 @@ from millstream.sources.base import Snapshot, SnapshotPlan
 from millstream.sources.postgres import chunks, early, snapshot
 from millstream.sources.postgres.catalog import relations
 from millstream.targets.directory import directory_of
-from tests.fixtures.baselines import NAMES, TABLES, change, differing, rows_read, write
+from tests.fixtures.baselines import NAMES, TABLES, bare, change, differing, rows_read, write
 from tests.fixtures.capture import Driver, drive, source_spec
 from tests.fixtures.postgres import Database
 
@@ -144,7 +144,7 @@ def alive_at(driver: Driver, position: int) -> set[int]:
 def ids_in(database: Database, plan: SnapshotPlan) -> list[int]:
     """The ids that the chunks of `item` have: its first column, sent in binary form."""
     return [
-        struct.unpack_from(">i", row, 6)[0]
+        struct.unpack_from(">i", bare(row), 6)[0]
         for chunk in plan.chunks
         if chunk.relation.name == "item"
         for rows in read_chunk(source_spec(database), plan, chunk)
@@ -196,9 +196,8 @@ def test_a_table_that_is_emptied_all_the_time_is_copied_as_it_was(database: Data
                 before = newest()
                 database.await_true(f"SELECT max(generation) > {before} FROM hot")
                 (chunk,) = taken.plan.chunks
-                rows = [
-                    row for part in read_chunk(source_spec(database), taken.plan, chunk) for row in part.to_pylist()
-                ]
+                read = read_chunk(source_spec(database), taken.plan, chunk)
+                rows = [bare(row) for part in read for row in part.to_pylist()]
         finally:
             over.set()
             writer.join()

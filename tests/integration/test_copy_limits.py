@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from psycopg.pq.abc import PGconn
 
 from millstream import Engine
 from millstream.engine.chunk_jobs import run_chunks
@@ -20,6 +21,7 @@ from millstream.errors import SourceHalted
 from millstream.model import Relation, SourceSpec
 from millstream.sources import take_snapshot
 from millstream.sources.postgres import chunks, early
+from millstream.sources.postgres.session import Session
 from millstream.spark.baseline import BaselinePlan
 from millstream.targets.base import Attempt, Receipt
 from tests.fixtures.capture import source_spec
@@ -63,39 +65,32 @@ class Counting:
         return [Receipt(relation_id, relation.table, rows, size, 0, 0, {"partition": attempt.partition})]
 
 
-@contextmanager
-def most_at_once(database: Database) -> Iterator[list[int]]:
-    """How many sessions copied at the same time, as the server itself saw it."""
-    seen, over = [0], threading.Event()
-    # What a session has sent may wait on its way: until it is closed, the rows are still read.
-    copying = (
-        "SELECT count(*) FROM pg_stat_activity "
-        "WHERE datname = current_database() AND query LIKE 'COPY%' AND state <> 'idle'"
-    )
+class Counted(Session):
+    """Counts the sessions that are open at once: the server may show one a moment longer than it is."""
 
-    def look() -> None:
-        with database.connect() as connection:
-            while not over.wait(0.005):
-                row = connection.execute(copying).fetchone()
-                seen[0] = max(seen[0], int(row[0]) if row else 0)
+    lock, there, most = threading.Lock(), 0, 0
 
-    watcher = threading.Thread(target=look)
-    watcher.start()
-    try:
-        yield seen
-    finally:
-        over.set()
-        watcher.join()
+    def __init__(self, connection: PGconn) -> None:
+        super().__init__(connection)
+        self._is_open = True
+        with Counted.lock:
+            Counted.there += 1
+            Counted.most = max(Counted.most, Counted.there)
+
+    def close(self) -> None:
+        with Counted.lock:
+            Counted.there -= self._is_open
+            self._is_open = False
+        super().close()
 
 
-def copy_once(spec: SourceSpec) -> tuple[Sequence[Receipt], float]:
-    """Read all tables; what was read, and in how many seconds."""
+def copy_once(spec: SourceSpec) -> Sequence[Receipt]:
+    """Read all tables; what was read."""
     spark: Any = ThreadedSpark()
     with closing(take_snapshot(spec, lambda _: None, captured=False)) as taken:
         ids = {chunk.relation: 1 for chunk in taken.plan.chunks}
         plan = BaselinePlan(spec, taken.plan, "p", 1, 1, ids, Counting())
-        began = time.monotonic()
-        return run_chunks(spark, plan, threading.Event(), parallel=True).receipts, time.monotonic() - began
+        return run_chunks(spark, plan, threading.Event(), parallel=True).receipts
 
 
 def test_no_more_sessions_copy_at_once_and_no_more_bytes_a_second_than_are_allowed(
@@ -106,18 +101,18 @@ def test_no_more_sessions_copy_at_once_and_no_more_bytes_a_second_than_are_allow
     database.sql(TABLE)
     rate = 1 << 20
     spec = source_spec(database, options={"max_connections": 2, "max_rate": rate})
-    results: list[tuple[Sequence[Receipt], float]] = []
-    with most_at_once(database) as seen:
-        # Two targets of one source: both limits are for all of them together.
-        others = [threading.Thread(target=lambda: results.append(copy_once(spec))) for _ in range(2)]
-        began = time.monotonic()
-        for one in others:
-            one.start()
-        for one in others:
-            one.join()
-        seconds = time.monotonic() - began
-    assert seen == [2]
-    for receipts, _ in results:
+    monkeypatch.setattr(chunks, "Session", Counted)
+    results: list[Sequence[Receipt]] = []
+    # Two targets of one source: both limits are for all of them together.
+    others = [threading.Thread(target=lambda: results.append(copy_once(spec))) for _ in range(2)]
+    began = time.monotonic()
+    for one in others:
+        one.start()
+    for one in others:
+        one.join()
+    seconds = time.monotonic() - began
+    assert (Counted.most, Counted.there, len(results)) == (2, 0, 2)
+    for receipts in results:
         assert sum(receipt.rows for receipt in receipts) == ROWS
         places = [receipt.detail["partition"] for receipt in receipts]
         assert len(places) == len(set(places)) >= 8, "each chunk has its own name"
