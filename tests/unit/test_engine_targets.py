@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from py4j.protocol import Py4JNetworkError
 
-from millstream import Engine, StreamState, TargetSpec
+from millstream import Engine, StreamSpec, StreamState, TargetSpec
 from millstream.config.definition import definition
 from millstream.engine import delivery, running
+from millstream.engine.replay import Replay
 from millstream.errors import NotReady, SparkEnded, TargetUnavailable
 from millstream.model import SeqRange
 from millstream.targets import open_target
 from millstream.targets.base import Receipt, Target
 from millstream.testing import Script
 from tests.fixtures.delivery import Watching
-from tests.fixtures.engines import await_that, delivered, stream
+from tests.fixtures.engines import QUICK, await_that, delivered, stream
 from tests.fixtures.inprocess import FakeSpark
 from tests.unit.test_delivery import failing
 
@@ -108,6 +112,92 @@ def test_a_pause_that_waits_for_its_batch_holds_up_no_other_request(
     # What came last holds, however long the pause before it took.
     engine.resume("shop")
     await_that(lambda: len(delivered(tmp_path, target="copy")["public.orders"]) == 2)
+
+
+def choosy(script: Script, root: Path) -> StreamSpec:
+    """A stream to a database file that takes no `bad` note."""
+    with closing(sqlite3.connect(root / "copy.db")) as db:
+        columns = "(id INTEGER PRIMARY KEY, note TEXT CHECK (note <> 'bad'), _ms_seq INTEGER)"
+        db.execute(f'CREATE TABLE "public.orders" {columns}')
+    copy = TargetSpec("copy", "sqlite", QUICK, options={"path": str(root / "copy.db")})
+    return replace(stream(script, root), targets=(copy,))
+
+
+REQUESTS: dict[str, Callable[[Engine], object]] = {
+    "replay": lambda engine: engine.replay("shop", 1, "copy"),
+    "retry": lambda engine: [one.outcome for one in engine.retry_letters([1])],
+    "delete": lambda engine: engine.delete_stream("shop")["targets"],
+}
+ANSWERS = {"retry": ["rejected"], "delete": {"copy": "released"}}
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_what_waits_for_a_batch_holds_up_no_other_request(
+    engine: Engine, script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request_: str
+) -> None:
+    may_end, other = threading.Event(), Engine(engine.home)
+    may_end.set()
+    entered = slow_copies(monkeypatch, may_end=may_end)
+    engine.start()
+    engine.upsert_streams([choosy(script, tmp_path), stream(script, tmp_path, "bank")])
+    for name in ("shop", "bank"):
+        engine.await_ready(name, 120)
+    script.insert("public.orders", id=1, note="bad")
+    await_that(lambda: [one.id for one in engine.dead_letters("shop")] == [1])
+    await_that(lambda: engine.get_status("shop").targets[0].lag_events == 0)
+    may_end.clear()
+    entered.clear()
+    script.insert("public.orders", id=2, note="two")
+    assert entered.wait(60)
+    act = REQUESTS[request_]
+    with ThreadPoolExecutor(1) as beside:
+        # Of another process, which the one that runs the home answers.
+        waiting = beside.submit(act, other)
+        try:
+            await_that(lambda: any(thread.name == "stop" for thread in threading.enumerate()))
+            engine.pause("bank")
+            other.resume("bank")
+            await_that(lambda: len(delivered(tmp_path, "bank")["public.orders"]) == 2)
+            assert not waiting.done()
+        finally:
+            may_end.set()
+        answer = waiting.result(120)
+    assert answer == ANSWERS.get(request_)
+    if request_ == "delete":
+        assert [one.name for one in engine.list_streams()] == ["bank"]
+        return
+    # What was ended for it goes on.
+    script.insert("public.orders", id=3, note="three")
+    with closing(sqlite3.connect(tmp_path / "copy.db")) as db:
+        rows = 'SELECT id, note FROM "public.orders" ORDER BY id'
+        await_that(lambda: db.execute(rows).fetchall() == [(2, "two"), (3, "three")])
+
+
+def test_a_request_that_fails_after_its_batch_lets_the_delivery_go_on(
+    engine: Engine, script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end = threading.Event()
+    entered = slow_copies(monkeypatch, may_end=may_end)
+    engine.start()
+    engine.upsert_stream(stream(script, tmp_path, targets="copy"))
+    engine.await_ready("shop", 120)
+    script.insert("public.orders", id=1, note="one")
+    assert entered.wait(60)
+    with ThreadPoolExecutor(1) as beside:
+        waiting = beside.submit(engine.replay, "shop", 1, "copy")
+        try:
+            await_that(lambda: any(thread.name == "stop" for thread in threading.enumerate()))
+            monkeypatch.setattr(Replay, "check", refused)
+        finally:
+            may_end.set()
+        with pytest.raises(NotReady, match="not now"):
+            waiting.result(120)
+    script.insert("public.orders", id=2, note="two")
+    await_that(lambda: len(delivered(tmp_path, target="copy")["public.orders"]) == 2)
+
+
+def refused(_: Replay) -> None:
+    raise NotReady("not now")
 
 
 def test_a_pause_returns_when_the_batch_at_hand_has_ended(

@@ -167,7 +167,8 @@ class Engine(EngineSnapshots):
         stream of the same name may go on there. Returns what became of `source` and `targets`.
         """
         if self.is_running:
-            return self._do(lambda operations: operations.delete(name, keep_slot=keep_slot, keep_target=keep_target))
+            keep = {"keep_slot": keep_slot, "keep_target": keep_target}
+            return self._do_later(lambda operations: operations.delete(name, **keep))
         return self._ask("delete", {"name": name, "keep_slot": keep_slot, "keep_target": keep_target})
 
     def list_streams(self) -> list[StreamSpec]:
@@ -217,7 +218,7 @@ class Engine(EngineSnapshots):
         """
         asked = Asked(start, until, tuple(tables))
         if self.is_running:
-            self._do(lambda operations: operations.replay(name, asked, target))
+            self._do_later(lambda operations: operations.replay(name, asked, target))
         else:
             self._ask("replay", {"name": name, "asked": asked.to_json(), "target": target})
 
@@ -236,7 +237,7 @@ class Engine(EngineSnapshots):
         """
         asked = AskedTables(tuple(tables), where=where)
         if self.is_running:
-            self._do(lambda operations: operations.reload(name, asked, target))
+            self._do_later(lambda operations: operations.reload(name, asked, target))
         else:
             self._ask("reload", {"name": name, "asked": asked.to_json(), "target": target})
 
@@ -329,9 +330,10 @@ class Engine(EngineSnapshots):
         Delivery to their targets pauses meanwhile. What still cannot be taken stays, with the new reason.
         """
         if self.is_running:
-            return self._do(lambda operations: operations.retry_letters(ids))
-        done = self._ask("retry_letters", {"ids": list(ids)})["letters"]
-        return [Outcome(**one) for one in done]
+            done = self._do_later(lambda operations: operations.retry_letters(ids))
+        else:
+            done = self._ask("retry_letters", {"ids": list(ids)})
+        return [Outcome(**one) for one in done["letters"]]
 
     def purge_letters(self, ids: Sequence[int]) -> int:
         """Give up dead letters: the target's rows stay as they are. Returns how many were removed."""

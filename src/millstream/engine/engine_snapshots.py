@@ -7,6 +7,7 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from millstream.engine.faults import FaultLog
@@ -38,6 +39,9 @@ class EngineSnapshots(ABC):
 
     @abstractmethod
     def _do(self, act: Callable[[Operations], T]) -> T: ...
+
+    @abstractmethod
+    def _do_later(self, act: Callable[[Operations], Future[T]]) -> T: ...
 
     @abstractmethod
     def _ask(self, verb: str, arguments: Json) -> Json: ...
@@ -102,7 +106,7 @@ class EngineSnapshots(ABC):
         snapshot = self._one(name, id, target, path)
         asked: Json = {"id": snapshot.id, "path": snapshot.base, "overwrite": overwrite}
         if self.is_running:
-            return self._do(lambda operations: operations.restore(name, snapshot.target, asked))
+            return self._do_later(lambda operations: operations.restore(name, snapshot.target, asked))
         return self._ask("restore", {"name": name, "target": snapshot.target, "asked": asked})
 
     def delete_snapshot(

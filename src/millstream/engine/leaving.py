@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Ending:
+    queries: tuple[DeliveryQuery, ...]
     threads: tuple[threading.Thread, ...]
     then: Callable[[], Json]
     answer: Future[Json]
@@ -33,26 +34,25 @@ class Leaving:
         self._running = running
         self._endings: list[_Ending] = []
 
-    def begin(self, name: str, targets: Iterable[str], then: Callable[[], Json]) -> Future[Json]:
-        """End the delivery to these targets of a stream, and then do `then`. Returns at once.
+    def begin(self, targets: Iterable[tuple[str, str]], then: Callable[[], Json]) -> Future[Json]:
+        """End the delivery to these targets, each named with its stream, and then do `then`. Returns at once.
 
         The answer is what `then` gives, or raises. Until then the deliveries count as running, so that none of them is
-        started again.
+        started again. Other things may have been done meanwhile: `then` looks at what there is.
         """
-        self._running.on_leaving(name)
         wanted = set(targets)
-        queries = [
+        for name in sorted({stream for stream, _ in wanted}):
+            self._running.on_leaving(name)
+        queries = tuple(
             delivery.query
             for member in self._running.members
             for target, delivery in member.deliveries.items()
-            if member.name == name and target in wanted
-        ]
-        threads = tuple(
-            threading.Thread(target=_stop, args=(one,), name=f"stop-{name}", daemon=True) for one in queries
+            if (member.name, target) in wanted
         )
+        threads = tuple(threading.Thread(target=_stop, args=(one,), name="stop", daemon=True) for one in queries)
         for thread in threads:
             thread.start()
-        self._endings.append(_Ending(threads, then, Future()))
+        self._endings.append(_Ending(queries, threads, then, Future()))
         return self._endings[-1].answer
 
     def serve(self) -> None:
@@ -62,7 +62,14 @@ class Leaving:
             try:
                 ending.answer.set_result(ending.then())
             except Exception as failed:  # noqa: BLE001 - handed to whoever asked
+                self._let_go(ending.queries)
                 ending.answer.set_exception(failed)
+
+    def _let_go(self, queries: tuple[DeliveryQuery, ...]) -> None:
+        """Nothing came of what they were ended for: they are started again."""
+        for member in self._running.members:
+            for target in [target for target, one in member.deliveries.items() if one.query in queries]:
+                del member.deliveries[target]
 
 
 def _stop(query: DeliveryQuery) -> None:

@@ -7,7 +7,7 @@ does anything about it, and can be repeated: one that was interrupted is finishe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from difflib import get_close_matches
@@ -115,11 +115,22 @@ class Operations:
             self._tell("stream.paused", f"{self._what(name, target)} is paused", name, target)
             return {}
 
+        return self._after([(name, one) for one in targets], ended)
+
+    def _after(self, targets: Sequence[tuple[str, str]], then: Callable[[], Json]) -> Future[Json]:
+        """Do it when the batches at hand of these targets, each named with its stream, have ended."""
         if self._leaving is not None:
-            return self._leaving.begin(name, targets, ended)
+            return self._leaving.begin(targets, then)
         done: Future[Json] = Future()
-        done.set_result(ended())
+        done.set_result(then())
         return done
+
+    def _idle(self, name: str, target: str | None, verb: str) -> list[str]:
+        """The targets that something is to be done to. Raises RequestFailed while one of them is being compared."""
+        targets = self._targets(name, target)
+        if self._running is not None and self._running.comparing(name):
+            raise RequestFailed(f"stream {name} is being compared with its source", hint=f"{verb} after that")
+        return targets
 
     def resume(self, name: str, target: str | None = None) -> None:
         """Go on from the checkpoints. What has failed for good is given another try."""
@@ -149,64 +160,84 @@ class Operations:
         said = "approved" if approved else "rejected"
         self._tell("stream.ddl_decided", f"schema change {id} was {said}", name)
 
-    def replay(self, name: str, asked: Asked, target: str | None = None) -> None:
+    def replay(self, name: str, asked: Asked, target: str | None = None) -> Future[Json]:
         """Have targets get once more what they have had. A paused one gets it when it goes on.
 
-        Raises NotSupported, NotReady, ConfigError and OutOfRange before anything is changed.
+        Raises NotSupported, NotReady, ConfigError and OutOfRange before anything is changed. As with all that follow,
+        the answer comes when the batches at hand have ended; until then other things can be done (`serve`).
         """
-        targets = self._targets(name, target)
-        replay = Replay(self._home, self._store, self._spec(name), targets, asked)
-        replay.check()
-        if self._running is not None:
-            if self._running.comparing(name):
-                raise RequestFailed(f"stream {name} is being compared with its source", hint="replay after that")
-            self._running.stop_targets(name, targets)
-        replay.run()
-        self._following.repeat(self._spec(name), targets, replay.seq)
-        self._tell("stream.replayed", f"{self._what(name, target)} is replayed from seq {replay.seq + 1}", name, target)
 
-    def restore(self, name: str, target: str, asked: Json) -> Json:
+        def checked() -> tuple[list[str], Replay]:
+            targets = self._idle(name, target, "replay")
+            replay = Replay(self._home, self._store, self._spec(name), targets, asked)
+            replay.check()
+            return targets, replay
+
+        def ended() -> Json:
+            targets, replay = checked()
+            if self._running is not None:
+                self._running.stop_targets(name, targets)
+            replay.run()
+            self._following.repeat(self._spec(name), targets, replay.seq)
+            what = f"{self._what(name, target)} is replayed from seq {replay.seq + 1}"
+            self._tell("stream.replayed", what, name, target)
+            return {}
+
+        return self._after([(name, one) for one in checked()[0]], ended)
+
+    def restore(self, name: str, target: str, asked: Json) -> Future[Json]:
         """Have a target brought back to a snapshot. A paused one is when it goes on.
 
-        Raises what keeps it from that before anything is changed. Returns the restore as it is written down.
+        Raises what keeps it from that before anything is changed. The answer is the restore as it is written down.
         """
-        from millstream.engine.snapshots import Restoring, ask_restore
 
-        stream = self.known(name, target)
-        (spec,) = [one for one in stream.targets if one.name == target]
-        if self._running is not None:
-            if self._running.comparing(name):
-                raise RequestFailed(f"stream {name} is being compared with its source", hint="restore after that")
-            self._running.stop_targets(name, [target])
-        journal = JournalReader([str(self._home.journal_path(stream.source.name))])
-        record = ask_restore(self._store, stream, spec, journal, asked)
-        if self._running is None:
-            record = Restoring(self._store, stream, spec, open_target(spec)).run(record, journal)
-        self._tell("stream.restore_asked", f"target {target} is restored from snapshot {record['id']}", name, target)
-        return {key: value for key, value in record.items() if key != "token"}
+        def ended() -> Json:
+            from millstream.engine.snapshots import Restoring, ask_restore
+
+            self._idle(name, target, "restore")
+            stream = self._spec(name)
+            (spec,) = [one for one in stream.targets if one.name == target]
+            if self._running is not None:
+                self._running.stop_targets(name, [target])
+            journal = JournalReader([str(self._home.journal_path(stream.source.name))])
+            record = ask_restore(self._store, stream, spec, journal, asked)
+            if self._running is None:
+                record = Restoring(self._store, stream, spec, open_target(spec)).run(record, journal)
+            what = f"target {target} is restored from snapshot {record['id']}"
+            self._tell("stream.restore_asked", what, name, target)
+            return {key: value for key, value in record.items() if key != "token"}
+
+        self._idle(name, target, "restore")
+        return self._after([(name, target)], ended)
 
     def known(self, name: str, target: str | None = None) -> StreamSpec:
         """A stream that is not being deleted. Raises UnknownStream, also for a target that it does not have."""
         self._targets(name, target)
         return self._spec(name)
 
-    def reload(self, name: str, asked: AskedTables, target: str | None = None) -> None:
+    def reload(self, name: str, asked: AskedTables, target: str | None = None) -> Future[Json]:
         """Have targets get tables anew while changes go on coming. A paused one gets them when it goes on.
 
         Raises NotSupported, NotReady and ConfigError before anything is changed.
         """
-        self._ask_reload(name, asked, target)
-        if not set(asked.names) <= {total.table for total in self._store.totals(name)}:
-            self._recapture(self._spec(name).source.name)
+        self._following.settle(self._spec(name))
+        targets = self._idle(name, target, "reload")
+        Reload(self._store, self._spec(name), targets, asked).check()
+
+        def ended() -> Json:
+            self._ask_reload(name, asked, target)
+            if not set(asked.names) <= {total.table for total in self._store.totals(name)}:
+                self._recapture(self._spec(name).source.name)
+            return {}
+
+        return self._after([(name, one) for one in targets], ended)
 
     def _ask_reload(self, name: str, asked: AskedTables, target: str | None) -> None:
         self._following.settle(self._spec(name))
-        targets = self._targets(name, target)
+        targets = self._idle(name, target, "reload")
         reload = Reload(self._store, self._spec(name), targets, asked)
         reload.check()
         if self._running is not None:
-            if self._running.comparing(name):
-                raise RequestFailed(f"stream {name} is being compared with its source", hint="reload after that")
             self._running.stop_targets(name, targets)
         reload.run()
         what = ", ".join(asked.names) or "every table"
@@ -229,28 +260,33 @@ class Operations:
             if capture.source.name == source and capture.started and capture.error is None:
                 capture.restart()
 
-    def retry_letters(self, ids: Sequence[int]) -> list[Outcome]:
+    def retry_letters(self, ids: Sequence[int]) -> Future[Json]:
         """Deliver dead letters once more, each only if its row was not written since. Their targets pause for it.
 
-        Raises UnknownStream for an id that is not there, before anything is done.
+        Raises UnknownStream for an id that is not there, before anything is done. The answer has what became of them,
+        as `letters`. One that goes while the batch at hand ends, because that has written its row, is not among them.
         """
         owners: dict[tuple[str, str], list[int]] = {}
         for id, letter in self._letters(ids).items():
             owners.setdefault((letter.stream, letter.target), []).append(id)
-        outcomes: list[Outcome] = []
+
+        def ended() -> Json:
+            outcomes: list[Outcome] = []
+            for name, target in owners:
+                self._idle(name, target, "retry")
+            for (name, target), mine in owners.items():
+                if self._running is not None:
+                    self._running.stop_targets(name, [target])
+                done = Redelivery(self._home, self._store, self._spec(name), target).run(mine)
+                counts = Counter(one.outcome for one in done)
+                said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+                self._tell("letters.retried", f"{len(done)} dead letters were retried: {said}", name, target)
+                outcomes += done
+            return {"letters": [one.to_json() for one in outcomes]}
+
         for name, target in owners:
-            self._targets(name, target)
-            if self._running is not None and self._running.comparing(name):
-                raise RequestFailed(f"stream {name} is being compared with its source", hint="retry after that")
-        for (name, target), mine in owners.items():
-            if self._running is not None:
-                self._running.stop_targets(name, [target])
-            done = Redelivery(self._home, self._store, self._spec(name), target).run(mine)
-            counts = Counter(one.outcome for one in done)
-            said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-            self._tell("letters.retried", f"{len(done)} dead letters were retried: {said}", name, target)
-            outcomes += done
-        return outcomes
+            self._idle(name, target, "retry")
+        return self._after(list(owners), ended)
 
     def purge_letters(self, ids: Sequence[int]) -> int:
         """Forget dead letters: what they would have done is given up. Raises UnknownStream as `retry_letters`."""
@@ -283,16 +319,17 @@ class Operations:
                 )
         return targets
 
-    def delete(self, name: str, *, keep_slot: bool = False, keep_target: bool = False) -> Json:
+    def delete(self, name: str, *, keep_slot: bool = False, keep_target: bool = False) -> Future[Json]:
         """Remove a stream and everything that is kept for it. What was delivered stays where it is.
 
-        Returns what became of its source and its targets. Raises SourceUnavailable when the source
+        The answer is what became of its source and its targets; or SourceUnavailable when the source
         cannot be reached to give the slot back: the deletion is remembered, and the next call goes on.
         """
-        self._definition(name)
-        self._store.begin_deletion(name, {"keep_slot": keep_slot, "keep_target": keep_target})
+        targets = [(name, one["name"]) for one in self._definition(name)["targets"]]
+        options = {"keep_slot": keep_slot, "keep_target": keep_target}
+        self._store.begin_deletion(name, options)
         failpoint("engine.deletion_begun")
-        return self._finish(name, {"keep_slot": keep_slot, "keep_target": keep_target})
+        return self._after(targets, lambda: self._finish(name, options))
 
     def finish_deletions(self) -> None:
         """Go on with what was interrupted. What still cannot be done is told, and stays for the next time."""

@@ -52,13 +52,13 @@ def perform(operations: Operations, verb: str, arguments: Mapping[str, Any]) -> 
     elif verb == "resume":
         operations.resume(arguments["name"], arguments["target"])
     elif verb == "replay":
-        operations.replay(arguments["name"], Asked.from_json(arguments["asked"]), arguments["target"])
+        return operations.replay(arguments["name"], Asked.from_json(arguments["asked"]), arguments["target"])
     elif verb == "restore":
         return operations.restore(arguments["name"], arguments["target"], arguments["asked"])
     elif verb == "reload":
-        operations.reload(arguments["name"], AskedTables.from_json(arguments["asked"]), arguments["target"])
+        return operations.reload(arguments["name"], AskedTables.from_json(arguments["asked"]), arguments["target"])
     elif verb == "retry_letters":
-        return {"letters": [one.to_json() for one in operations.retry_letters(arguments["ids"])]}
+        return operations.retry_letters(arguments["ids"])
     elif verb == "purge_letters":
         return {"purged": operations.purge_letters(arguments["ids"])}
     elif verb == "decide_ddl":
