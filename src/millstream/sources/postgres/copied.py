@@ -2,7 +2,8 @@
 
 A row is `ncols int16`, then per column `length int32` (-1: NULL) and the bytes. Columns of built-in types come
 in the type's binary form where that form tells everything; the others as the text that their type's output
-function writes. Which is which follows from the relation alone: who asks and who decodes never disagree.
+function writes. Which is which follows from the relation alone: who asks and who decodes never disagree. In front of
+a row may stand the head of the message that brought it (`copy_socket`).
 """
 
 from __future__ import annotations
