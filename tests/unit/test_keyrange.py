@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
+from millstream.cli.app import app
 from millstream.keyrange import KeyColumn, KeyRange, NotARange, Operand, comparisons, parse
 
 KEY = (
@@ -91,3 +95,10 @@ def test_a_database_that_has_dates_compares_them_itself() -> None:
 
     expected = """("day" < '2026-01-01' AND ("tenant" = 'a' AND "tenant" COLLATE "C" = 'a'))"""
     assert within.sql(operand) == expected
+
+
+def test_the_command_wants_one_table_with_a_range(tmp_path: Path) -> None:
+    for tables in ([], ["--table", "public.a", "--table", "public.b"]):
+        done = CliRunner().invoke(app, ["reload", "shop", *tables, "--where", "id = 1", "--home", str(tmp_path)])
+        assert done.exit_code == 2
+        assert "give one --table with it" in " ".join(done.stderr.replace("│", " ").split())
