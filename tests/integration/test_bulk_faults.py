@@ -13,7 +13,7 @@ import pytest
 
 from millstream.errors import SourceUnavailable
 from millstream.observe import Event, Level
-from millstream.sources.postgres import bulk, capture, reading, source
+from millstream.sources.postgres import call, capture, reading, source
 from tests.fixtures.bulk import TABLES, copy_slot, count, drive_copy, plain, small_steps, write_history
 from tests.fixtures.capture import Driver, drive
 from tests.fixtures.postgres import Database
@@ -148,7 +148,7 @@ def cancelling(database: Database, pid: int) -> Iterator[None]:
 def test_a_cancelled_call_is_streamed_around(
     backlog: tuple[str, str], database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (bulk, capture):
+    for module in (call, capture):
         monkeypatch.setattr(module, "RUN_BYTES", 1 << 20)
     database.sql("INSERT INTO keyless SELECT 'x' FROM generate_series(1, 100000)")
     events: list[Event] = []

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from millstream.observe import Event
-from millstream.sources.postgres import reading
+from millstream.sources.postgres import call, reading
 from tests.fixtures.bulk import TABLES, copy_slot, count, drive_copy, facts, plain, small_steps, write_history
 from tests.fixtures.capture import SECONDS, Driver, drive
 from tests.fixtures.postgres import Database
@@ -35,8 +35,8 @@ def test_bulk_and_stream_give_the_same_rows(
     small_steps(monkeypatch)
     database.sql(TABLES)
     with drive(database, tmp_path / "own"):
-        stream, in_bulk, mixed = (f"{database.name}_{way}" for way in ("stream", "bulk", "mixed"))
-        copy_slot(database, stream, in_bulk, mixed)
+        stream, in_bulk, libpq, mixed = (f"{database.name}_{way}" for way in ("stream", "bulk", "libpq", "mixed"))
+        copy_slot(database, stream, in_bulk, libpq, mixed)
     with database.connect(autocommit=False) as open_writer:
         write_history(database, range(1, 4))
         open_writer.execute("INSERT INTO item VALUES (0)")
@@ -53,6 +53,11 @@ def test_bulk_and_stream_give_the_same_rows(
         while not count(events, "source.bulk_ended"):
             assert driver.step().rows is None
     assert count(events, "source.bulk_started") == 1
+
+    with monkeypatch.context() as encrypted, drive_copy(database, tmp_path, libpq, []) as driver:
+        encrypted.setattr(call, "is_open_to_read", lambda _: False)
+        driver.catch_up()
+        assert facts(driver) == expected
 
     change_over_often(monkeypatch)
     events.clear()

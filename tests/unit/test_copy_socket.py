@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import cast
 
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,9 +83,14 @@ def server(sent: bytes, piece: int) -> Iterator[Connection]:
 def read(connection: Connection) -> list[bytes]:
     """The rows, without the heads of their messages."""
     with CopySocket(session_of(connection), "the session") as copy:
-        found = [row for rows in copy.rows("COPY it") for row in rows.to_pylist()]
+        found = [row for rows in sent(copy) for row in rows.to_pylist()]
     assert all(row == message(b"d", row[HEAD:]) for row in found)
     return [row[HEAD:] for row in found]
+
+
+def sent(copy: CopySocket) -> Iterator[pa.LargeBinaryArray]:
+    copy.send("COPY it")
+    return copy.rows()
 
 
 def session_of(connection: Connection) -> Session:
@@ -150,7 +156,7 @@ def test_a_copy_that_does_not_come_to_its_end_is_an_error_and_ends_the_session(c
 def test_who_leaves_early_ends_what_the_server_does() -> None:
     with server(copy_of([ROW + b"a" * 200] * 100), 1000) as connection:
         with CopySocket(session_of(connection), "the session") as copy:
-            next(copy.rows("COPY it"))
+            next(sent(copy))
         assert connection.calls == ["cancel", "finish"]
 
 
@@ -166,3 +172,22 @@ def test_who_leaves_early_ends_what_the_server_does() -> None:
 )
 def test_only_what_nobody_encrypts_is_read_from_the_socket(known: dict[str, bool], is_open: bool) -> None:
     assert is_open_to_read(cast(PGconn, SimpleNamespace(**known))) is is_open
+
+
+def test_who_has_other_things_to_do_gets_a_turn_while_nothing_comes() -> None:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with ours, theirs, CopySocket(session_of(Connection(ours)), "the session") as copy:
+        copy.send("COPY it")
+        rows = copy.rows(0.01)
+        assert [len(next(rows)), len(next(rows))] == [0, 0], "nothing was sent yet"
+        theirs.sendall(copy_of([ROW + b"a", ROW + b"b"])[:-4])
+        assert [row[HEAD:] for row in first_of(rows)] == [ROW + b"a", ROW + b"b"]
+        assert not copy.over
+        theirs.sendall(END[-4:])
+        assert all(len(each) == 0 for each in rows)
+        assert copy.over
+
+
+def first_of(rows: Iterator[pa.LargeBinaryArray]) -> list[bytes]:
+    return next(each.to_pylist() for each in rows if len(each))

@@ -20,24 +20,19 @@ and capture are busy at the same time, without threads.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import numpy as np
-from psycopg import pq
-
 from millstream.errors import SourceUnavailable
 from millstream.failpoint import failpoint
 from millstream.sources.base import Block
 from millstream.sources.postgres.assemble import Assembler
+from millstream.sources.postgres.call import Call, Run, call
 from millstream.sources.postgres.connection import literal
-from millstream.sources.postgres.intake import Intake
 from millstream.sources.postgres.lsn import format_lsn
-from millstream.sources.postgres.pgoutput import Ints, frame_rows
-from millstream.sources.postgres.session import SESSION, TURN_SECONDS, Refused, Session, Turns, values
+from millstream.sources.postgres.session import Refused, Session, Turns
 
 FIRST_BYTES = 16 << 20
 """The log of the first call: nobody has anything to do before its rows come. Each later one takes twice as much,"""
@@ -51,13 +46,9 @@ RESULT_BYTES = 512 << 20
 """What the server may have to keep of one call, but for a single transaction that is larger."""
 REREAD_BYTES = 4 * LONGEST_BYTES
 """When each call reads more than this again, that costs more than bulk reading saves."""
-RUN_BYTES = 2 << 20
-"""Rows are framed in pieces of this size; larger ones are slower, since their memory is always new."""
 HELD_BYTES = 36 << 20
 """So much of a result is taken in before any of it is worked on."""
 
-MORE_BYTES, MORE_SECONDS = 256 << 10, 0.005
-"""So much of a result is waited for, or so long, before what there is of it is taken."""
 REST_SECONDS = 0.05
 """So long nothing is asked of a source that had nothing new."""
 WORK_MEM = "64MB"
@@ -88,15 +79,6 @@ class Place:
     """The server's clock, as it counts microseconds."""
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A piece of a result: rows, and whether it is the first piece."""
-
-    raw: bytes
-    sizes: Ints
-    first: bool
-
-
 class BulkReader:
     """Reads through a copy of a slot. Owns the session. Not for threads."""
 
@@ -110,6 +92,7 @@ class BulkReader:
         self._options = ", ".join(literal(text) for option in options.items() for text in option)
         self._message_bytes = float(_MESSAGE_BYTES)
         self._usual = FIRST_BYTES
+        self._call: Call | None = None
         self.place = Place(0, 0, 0, 0, 0)
 
     def open(self) -> Turns:
@@ -141,7 +124,7 @@ class BulkReader:
             goes_on = True
             while goes_on:
                 before = self.place.position
-                held: deque[_Run] = deque()
+                held: deque[Run] = deque()
                 yield from self._read(held)
                 failpoint("bulk.chunk_read")
                 close = enough(self.place.log_end - self.place.position)
@@ -163,6 +146,8 @@ class BulkReader:
 
     def close(self) -> None:
         """End the session, and the copy with it. Idempotent."""
+        if self._call is not None:
+            self._call.close()
         self._session.close()
 
     # -- one call ----------------------------------------------------------------------------
@@ -177,47 +162,29 @@ class BulkReader:
         upto = self.place.position + stretch_bytes(self._usual, reread, self.place.log_end - self.place.position)
         self._usual = min(2 * self._usual, STRETCH_BYTES)
         messages = int(RESULT_BYTES / self._message_bytes)
-        self._session.send(
+        self._call = call(
+            self._session,
             "COPY (SELECT data FROM pg_logical_slot_get_binary_changes("
-            f"{literal(self._copy)}, '{format_lsn(upto)}', {messages}, {self._options})) TO STDOUT (FORMAT binary); "
-            + self._where()
+            f"{literal(self._copy)}, '{format_lsn(upto)}', {messages}, {self._options})) TO STDOUT (FORMAT binary)",
         )
 
-    def _read(self, held: deque[_Run]) -> Iterator[Block]:
+    def _read(self, held: deque[Run]) -> Iterator[Block]:
         """Take in the result of the call: what is too much to be held is worked on at once."""
-        copying = yield from turns(self._session.result())
-        if copying is None or copying.status != pq.ExecStatus.COPY_OUT:
-            raise SourceUnavailable("the source did not begin to copy")
-        intake = Intake(self._session.connection, SESSION)
         size = messages = 0
-        while not intake.ended:
-            run = yield from self._take(intake, first=messages == 0)
+        for run in self._call.runs() if self._call is not None else ():
+            if run is None:
+                yield Block()
+                continue
             held.append(run)
-            size, messages = size + len(run.raw), messages + len(run.sizes)
-            while not intake.ended and sum(len(one.raw) for one in held) > HELD_BYTES:
+            size, messages = size + run.size, messages + run.messages
+            while not run.last and sum(one.size for one in held) > HELD_BYTES:
                 yield from self._feed(held.popleft())
         if messages:
             self._message_bytes = max(size / messages, 16.0)
-        while (result := (yield from turns(self._session.result()))) is not None:
-            if result.status == pq.ExecStatus.TUPLES_OK:
-                self.place = _place(values(result))
+        yield from turns(self._locate())
 
-    def _take(self, intake: Intake, *, first: bool) -> Generator[Block, None, _Run]:
-        """The next piece of the result."""
-        pieces: list[bytes] = []
-        sizes: list[int] = []
-        total, turn_at = 0, time.monotonic()
-        while True:
-            total += intake.take(pieces, sizes, RUN_BYTES - total)
-            if intake.ended or total >= RUN_BYTES:
-                return _Run(b"".join(pieces), np.array(sizes, dtype=np.int64), first)
-            intake.wait(MORE_SECONDS, amount=MORE_BYTES)
-            if time.monotonic() - turn_at >= TURN_SECONDS:
-                turn_at = time.monotonic()
-                yield Block()
-
-    def _feed(self, run: _Run) -> Iterator[Block]:
-        for block in self._assembler.feed(frame_rows(run.raw, run.sizes, first=run.first, clock=self.place.clock)):
+    def _feed(self, run: Run) -> Iterator[Block]:
+        for block in self._assembler.feed(run.frames(self.place.clock)):
             yield replace(block, behind=True)
 
     # -- the copy ----------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import contextlib
 import select
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from os import dup
 from types import TracebackType
@@ -64,15 +65,16 @@ class CopySocket:
     The session is idle before and after. Who leaves before the copy has come to its end finds the session closed.
     """
 
-    def __init__(self, session: Session, what: str) -> None:
+    def __init__(self, session: Session, what: str, *, run_bytes: int | None = None) -> None:
         """`what` names the session in the error that says that it was lost."""
         self._session = session
         self._what = what
+        self._run_bytes = RUN_BYTES if run_bytes is None else run_bytes
         self._socket = socket.socket(fileno=dup(session.connection.socket))
         self._poll = select.poll()
-        self._buffer: npt.NDArray[np.uint8] = np.empty(RUN_BYTES + _ROOM, np.uint8)
+        self._buffer: npt.NDArray[np.uint8] = np.empty(self._run_bytes + _ROOM, np.uint8)
         self._have = 0
-        self._wanted = RUN_BYTES
+        self._wanted = self._run_bytes
         self._columns: int | None = None
         self._first = True
         self._refused: Exception | None = None
@@ -84,6 +86,17 @@ class CopySocket:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    @property
+    def over(self) -> bool:
+        """Whether all has come that the statement gives."""
+        return self._over
+
+    def close(self) -> None:
+        """Let go of the session, and end it unless the copy is over. Idempotent."""
+        if self._socket.fileno() < 0:
+            return
         self._wake_for(1)
         self._socket.close()
         if not self._over:
@@ -92,21 +105,25 @@ class CopySocket:
                 self._session.connection.get_cancel().cancel()
             self._session.connection.finish()
 
-    def rows(self, statement: str) -> Iterator[pa.LargeBinaryArray]:
-        """The rows, some megabytes at a time, each with the head of its message in front.
+    def rows(self, turn_seconds: float | None = None) -> Iterator[pa.LargeBinaryArray]:
+        """The rows of what was sent, some megabytes at a time, each with the head of its message in front.
 
-        Raises Refused when the server does not copy (any more).
+        Who has other things to do gets an array without rows when a turn is over. Raises Refused when the server
+        does not copy (any more).
         """
-        self._send(statement)
         while not self._over:
-            self._receive()
-            yield from self._cut()
+            self._receive(turn_seconds)
+            found = self._cut()
+            if turn_seconds is not None and not found and not self._over:
+                yield _array(np.empty(0, np.uint8), np.zeros(1, np.int64))
+            yield from found
             if self._closed and not self._over:
                 raise self._refused or self._lost("it was closed")
         if self._refused is not None:
             raise self._refused
 
-    def _send(self, statement: str) -> None:
+    def send(self, statement: str) -> None:
+        """Begin the statement."""
         text = statement.encode()
         left = memoryview(b"Q" + struct.pack(">i", len(text) + 5) + text + b"\0")
         self._poll.register(self._socket, select.POLLOUT)
@@ -118,24 +135,27 @@ class CopySocket:
 
     # Bytes
 
-    def _receive(self) -> None:
-        """Take in at least something, and if more comes, a whole run."""
+    def _receive(self, turn_seconds: float | None) -> None:
+        """Take in a whole run, or what comes until the end or within a turn; without turns, at least something."""
         free = self._buffer.data
+        until = None if turn_seconds is None else time.monotonic() + turn_seconds
         while True:
-            self._wait()
-            with self._alive(), contextlib.suppress(BlockingIOError):
-                count = self._socket.recv_into(free[self._have :])
-                self._have += count
-                self._closed = not count
+            if self._wait(turn_seconds):
+                with self._alive(), contextlib.suppress(BlockingIOError):
+                    count = self._socket.recv_into(free[self._have :])
+                    self._have += count
+                    self._closed = not count
             ready = self._buffer[max(0, self._have - len(_READY) - 1) : self._have].tobytes().startswith(_READY)
-            if self._closed or ready or self._have >= self._wanted:
+            if self._closed or ready or self._have >= self._wanted or (until and time.monotonic() >= until):
                 return
 
-    def _wait(self) -> None:
+    def _wait(self, seconds: float | None) -> bool:
+        """Wait for much, then for anything; False when nothing has come."""
         self._wake_for(MORE_BYTES)
-        if not self._poll.poll(MORE_SECONDS * 1000):
-            self._wake_for(1)
-            self._poll.poll()
+        if self._poll.poll(MORE_SECONDS * 1000):
+            return True
+        self._wake_for(1)
+        return bool(self._poll.poll(None if seconds is None else seconds * 1000))
 
     def _wake_for(self, amount: int) -> None:
         # Not every socket knows this; one that does not wakes us for each message.
@@ -218,9 +238,9 @@ class CopySocket:
     def _keep(self, at: int) -> None:
         """Begin another buffer with what is left, with room for all of a message that is larger than a run."""
         rest = self._buffer[at : self._have]
-        self._wanted = RUN_BYTES
+        self._wanted = self._run_bytes
         if len(rest) >= HEAD:
-            self._wanted = max(RUN_BYTES, 1 + int(struct.unpack_from(">I", rest.data, 1)[0]))
+            self._wanted = max(self._run_bytes, 1 + int(struct.unpack_from(">I", rest.data, 1)[0]))
         self._buffer = np.empty(self._wanted + _ROOM, np.uint8)
         self._buffer[: len(rest)] = rest
         self._have = len(rest)

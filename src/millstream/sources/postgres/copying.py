@@ -28,7 +28,8 @@ def copied(session: Session, statement: str) -> Iterator[pa.LargeBinaryArray]:
         yield from _through_libpq(session, statement)
         return
     with CopySocket(session, _READER) as copy:
-        yield from copy.rows(statement)
+        copy.send(statement)
+        yield from copy.rows()
 
 
 def _through_libpq(session: Session, statement: str) -> Iterator[pa.LargeBinaryArray]:

@@ -18,6 +18,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from millstream.model import Column, Relation
 
@@ -80,7 +81,7 @@ class ProtocolError(Exception):
 class Frames:
     """A run of messages in one buffer. `at` is where each pgoutput message starts, `end` where it ends."""
 
-    raw: bytes
+    raw: bytes | memoryview
     at: Ints
     end: Ints
     tag: Bytes
@@ -115,7 +116,7 @@ class Frames:
 
     def payload(self, index: int) -> bytes:
         """One message, from its tag to its end."""
-        return self.raw[self.at[index] : self.end[index]]
+        return bytes(self.raw[self.at[index] : self.end[index]])
 
     def part(self, begin: int, end: int) -> Frames:
         """Some of the messages, over the same buffer."""
@@ -149,11 +150,15 @@ class Frames:
 
     def is_heartbeat(self, index: int) -> bool:
         """Whether a logical message is one of Millstream's own."""
-        return self.raw.startswith(_HEARTBEAT, int(self.at[index]) + _MESSAGE_PREFIX_AT)
+        return self._has_prefix(index, _HEARTBEAT)
 
     def is_ddl(self, index: int) -> bool:
         """Whether a logical message describes a table that was altered."""
-        return self.raw.startswith(_DDL, int(self.at[index]) + _MESSAGE_PREFIX_AT)
+        return self._has_prefix(index, _DDL)
+
+    def _has_prefix(self, index: int, prefix: bytes) -> bool:
+        at = int(self.at[index]) + _MESSAGE_PREFIX_AT
+        return self.raw[at : at + len(prefix)] == prefix
 
 
 def frame(messages: Sequence[bytes | memoryview], sizes: Sequence[int]) -> Frames:
@@ -172,7 +177,7 @@ def frame(messages: Sequence[bytes | memoryview], sizes: Sequence[int]) -> Frame
     return Frames(raw, at, end, octets[at])
 
 
-def frame_rows(raw: bytes, sizes: Ints, *, first: bool, clock: int) -> Frames:
+def frame_rows(raw: bytes, sizes: Ints, first: bool, clock: int) -> Frames:
     """What `frame` does, for rows of a binary COPY of one column, which are the pgoutput messages.
 
     The server sends each row in a CopyData message of its own, `sizes` long; the header of the copy
@@ -186,8 +191,21 @@ def frame_rows(raw: bytes, sizes: Ints, *, first: bool, clock: int) -> Frames:
     whole = end - start > _ROW_HEADER
     if not all(raw[at:to] in (b"", _COPY_END) for at, to in zip(start[~whole], end[~whole], strict=True)):
         raise ProtocolError("the server sent a row that is too short")
-    start, end = start[whole], end[whole]
+    return _frame(raw, start[whole], end[whole], clock)
+
+
+def frame_copied(rows: pa.LargeBinaryArray, head: int, clock: int) -> Frames:
+    """The same for rows as `CopySocket` hands them on: one after the other, each behind a head of so many bytes."""
+    _, bounds, data = rows.buffers()
+    edge = np.frombuffer(bounds, np.int64)[rows.offset : rows.offset + len(rows) + 1]
+    return _frame(memoryview(data).cast("B"), edge[:-1] + head, edge[1:], clock)
+
+
+def _frame(raw: bytes | memoryview, start: Ints, end: Ints, clock: int) -> Frames:
+    """The messages of rows that are one column of bytes, which is checked."""
     frames = Frames(raw, start + _ROW_HEADER, end, np.zeros(0, dtype=np.uint8), clock)
+    if np.any(end < frames.at + 1):
+        raise ProtocolError("the server sent a row that is too short")
     fields, length = frames.uint32(start) >> 16, frames.uint32(start + 2)
     if np.any(fields != 1) or np.any(length != end - frames.at):
         raise ProtocolError("the server sent a row that is not one column of bytes")
