@@ -68,6 +68,7 @@ cluster: setup ## Run a stream on a standalone cluster, and kill executors and w
 histories: setup ## Mirror many random histories, filtered ones too, and compare; draw many examples
 	@MILLSTREAM_HISTORIES=100 $(PYTHON_IN_VENV) -m pytest tests/integration/test_postgres_target.py \
 		tests/integration/test_shape_postgres.py tests/integration/test_shape_spark.py tests/integration/test_shape_rejects.py \
+		tests/integration/test_shape_unsent.py \
 		$$(grep -rl 'max_examples=examples' tests)
 
 alters: setup ## A hundred random ALTERs mixed with writes, with several seeds, and readers who lag behind all of them

@@ -133,6 +133,10 @@ def test_what_spark_says_of_the_tables_is_found_by_check(
     source.close()
     analyst = SparkAnalyst(lambda: spark)
     assert {one.severity for one in shape_findings(stream, relations, analyst)} <= {Severity.OK, Severity.WARNING}
+    halfway = Shape(transforms=(Step("add_sql", (("both", "concat(status, id)"),), ("public.orders",)),))
+    found = shape_findings(replace(stream, shape=halfway), relations, analyst)
+    (warning,) = [one.message for one in found if one.severity is Severity.WARNING]
+    assert "does not send it (status), which the transforms of stream shop need together with others" in warning
     wrong = Shape(
         filters=(SqlFilter("status = 'paid'"),),
         transforms=(Step("add_sql", (("gross", "totl * 2"),), ("public.orders",)),),

@@ -14,18 +14,21 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TypeVar
 
+from millstream.config.kinds import keeps_history
 from millstream.engine.batch import BatchResult
-from millstream.engine.repair import repair
+from millstream.engine.passing import Passing
+from millstream.engine.repair import LACKS, repair
 from millstream.errors import RowRefused, RowUnshaped, TargetError, TargetRefused, TargetUnavailable
 from millstream.failpoint import failpoint
 from millstream.journal import JournalReader
-from millstream.model import Json, OnOverflow, OnReject, SeqRange, StreamSpec, TargetSpec
+from millstream.model import Json, OnOverflow, OnReject, Relation, SeqRange, StreamSpec, TargetSpec
 from millstream.observe import Level
 from millstream.spark.baseline import BaselinePlan
 from millstream.spark.stage import StagePlan, decoded_slices
-from millstream.state.base import INCOMPLETE, UNSHAPED, Letter, LetterState, StateStore
+from millstream.state.base import INCOMPLETE, MISSING_BASE, UNSENT, UNSHAPED, Letter, LetterState, StateStore
 from millstream.targets.base import Rejecting, Target
 from millstream.targets.rejects import Guard, Held, Outstanding, Reject, RowsRejected, Unshapable
+from millstream.transforms.compiled import chosen
 
 Plan = TypeVar("Plan", StagePlan, BaselinePlan)
 Tell = Callable[[str, str, Level, Json], None]
@@ -44,7 +47,10 @@ class LetterBox:
         self._recorded: dict[str, str] = {}
         """Event ids of the letters of the batch at hand, with their kinds: left out of it even if they were dropped."""
         self._completed: dict[str, bytes] = {}
-        """By event id the source's changes of the batch at hand that lacked what a filter needs, with all values."""
+        """By event id the source's changes of the batch at hand that lacked what is needed, with all values."""
+        self._wanted: dict[str, str] = {}
+        """Event ids of shaped changes that the target lacks values for, with the reason: the source's are asked for."""
+        self._passing: Passing | None = None
 
     def forget(self) -> None:
         """The target begins anew: what it could not take before is of no interest any more."""
@@ -54,27 +60,28 @@ class LetterBox:
         """Run a batch until the target has all that it can take of it. Raises what the target refuses as a whole."""
         self._recorded.clear()
         self._completed.clear()
-        try:
-            return attempt(self._informed(plan, {}))
-        except RowsRejected as found:
-            # Changes that rely on a row whose change is a letter, or that cannot be transformed.
-            repaired = self._take(found.rejects, {})
-        except RowRefused as refused:
-            # What a transform fails on is looked for in any case: the error shall say which change it was.
-            if self._spec.dead_letters.on_reject is OnReject.HALT and not isinstance(refused, RowUnshaped):
-                raise
-            repaired = {}
+        self._wanted.clear()
+        self._passing = None
+        repaired: dict[str, bytes] = {}
         unshapable: dict[str, str] = {}
+        isolate = False
         while True:
             try:
-                return attempt(replace(self._informed(plan, repaired, unshapable), isolate=True))
+                return attempt(replace(self._informed(plan, repaired, unshapable), isolate=isolate))
             except Unshapable as known:
                 if set(known.reasons) <= set(unshapable):
                     raise
                 # The next try tells them with their rows.
                 unshapable = known.reasons
             except RowsRejected as found:
+                # Changes that rely on a row whose change is a letter, that cannot be transformed, or that were found.
                 repaired, unshapable = self._take(found.rejects, repaired), {}
+            except RowRefused as refused:
+                # What a transform fails on is looked for in any case: the error shall say which change it was.
+                halts = self._spec.dead_letters.on_reject is OnReject.HALT and not isinstance(refused, RowUnshaped)
+                if isolate or halts:
+                    raise
+                isolate = True
 
     def superseded(self, plan: StagePlan, span: SeqRange) -> dict[str, int]:
         """What a batch made obsolete, found from the journal: who delivered it did not live to say."""
@@ -102,20 +109,28 @@ class LetterBox:
     def _mirrors(self) -> bool:
         return isinstance(self._target, Rejecting) and self._target.mirrors
 
+    @property
+    def _passes(self) -> bool:
+        """Whether a change may go by that a later one has written over: in a history each has its place."""
+        return self._mirrors and not keeps_history(self._spec)
+
     def _informed(self, plan: Plan, repaired: dict[str, bytes], unshapable: Mapping[str, str] | None = None) -> Plan:
         """The plan with what a task must know of letters; nothing where there are none."""
         letters = self._store.letters(self._stream.name, self._spec.name)
-        if not (letters or repaired or self._recorded or unshapable or self._completed):
+        passing: tuple[Held, ...] = self._passing.held if self._passing is not None else ()
+        if not (letters or repaired or self._recorded or unshapable or self._completed or self._wanted or passing):
             return plan
         kinds = {**{letter.event_id: letter.kind for letter in letters}, **self._recorded}
+        kinds.update((one.event_id, UNSENT) for one in passing)
         unshaped = frozenset(event for event, kind in kinds.items() if kind in UNSHAPED)
         outstanding = Outstanding(
             self._mirrors,
-            self.held(),
+            (*self.held(), *passing),
             frozenset(kinds),
             repaired,
             unshaped,
-            dict(unshapable or {}),
+            {**self._wanted, **(unshapable or {})},
+            frozenset(self._wanted),
             dict(self._completed),
         )
         return replace(plan, outstanding=outstanding)
@@ -124,6 +139,9 @@ class LetterBox:
         """Complete or write down what was rejected. Returns all that was completed of this batch."""
         policy = self._spec.dead_letters
         tried = {*repaired, *self._completed}
+        shaped = {one.event_id for one in rejects if one.kind == MISSING_BASE and self._shapes(one)} - tried
+        self._wanted = {one.event_id: f"{one.table}: {LACKS}" for one in rejects if one.event_id in shaped}
+        rejects = [one for one in rejects if one.event_id not in shaped]
         lacking = [one for one in rejects if one.event_id not in tried and one.kind in INCOMPLETE]
         outcome = repair(self._stream, lacking)
         unshaped = {one.event_id for one in lacking if one.kind in UNSHAPED}
@@ -132,7 +150,7 @@ class LetterBox:
         if outcome.repaired:
             message = f"{len(outcome.repaired)} changes lacked a value that was not sent; it was read at the source"
             self._tell("letters.repaired", message, Level.INFO, {"changes": len(outcome.repaired)})
-        letters = [*outcome.left, *(one for one in rejects if one not in lacking)]
+        letters = [*self._lasting(lacking, outcome.left), *(one for one in rejects if one not in lacking)]
         if not letters:
             return done
         if policy.on_reject is OnReject.HALT:
@@ -143,6 +161,18 @@ class LetterBox:
             )
         self._record([self._letter(one) for one in letters])
         return {event: row for event, row in done.items() if event not in {one.event_id for one in letters}}
+
+    def _lasting(self, lacking: Sequence[Reject], left: Sequence[Reject]) -> Sequence[Reject]:
+        """Which of the changes that are left of those that lacked values shall be letters."""
+        if not self._passes:
+            return left
+        if self._passing is None:
+            self._passing = Passing(self._store.letters(self._stream.name, self._spec.name))
+        return self._passing.sifted(lacking, left)
+
+    def _shapes(self, one: Reject) -> bool:
+        """Whether filters or transforms made this change: then the source's row is to be compared with the source's."""
+        return bool(chosen(self._stream.shape, Relation.from_json(one.relation)))
 
     def _letter(self, one: Reject) -> Letter:
         return Letter(

@@ -8,8 +8,8 @@ completed itself, and nothing is lost by waiting for it.
 A value that is read may be newer than the change in one case: when a later change touched it alone. That one
 carries the value, and has a higher version. So the mirror can be early with it, but never wrong in the end.
 
-A change that lacks what a filter needs (`unsent`) is the source's own: it is completed before filters get it. One that
-they have shaped is not, and cannot be compared with the source's row.
+A change that lacks what filters or transforms need (`unsent`) is the source's own: it is completed before they get it.
+One that they have shaped is not, and cannot be compared with the source's row: the source's own is asked for instead.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from millstream.sources.decoders import decoder
 from millstream.state.base import UNSENT
 from millstream.targets.lanes.copy_text import value_text
 from millstream.targets.rejects import Reject, packed, unpacked
+from millstream.transforms.compiled import chosen
 from millstream.wire.json_columns import json_text
 
-_LACKS = "it leaves out values that did not change, which the target does not have"
+LACKS = "it leaves out values that did not change, which the target does not have"
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Repair:
     """By event id the completed changes, as IPC streams."""
     left: tuple[Reject, ...]
     """The others, with the reason."""
+    unasked: frozenset[str] = frozenset()
+    """Those of them that the source could not be asked for: of the rest it has another row by now, or none."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,12 @@ def repair(stream: StreamSpec, rejects: Sequence[Reject]) -> Repair:
     """Complete what can be completed. Never raises for a source that cannot be asked: the changes are left then."""
     repaired: dict[str, bytes] = {}
     left: list[Reject] = []
+    unasked: set[str] = set()
     groups: dict[str, list[Reject]] = {}
     for one in rejects:
-        if stream.shape and one.kind != UNSENT:
+        if one.kind != UNSENT and chosen(stream.shape, Relation.from_json(one.relation)):
             left.append(_because(one, "and the stream changes rows on their way, so that the source's would not do"))
+            unasked.add(one.event_id)
             continue
         groups.setdefault(Relation.from_json(one.relation).fingerprint(), []).append(one)
     for group in groups.values():
@@ -67,6 +72,7 @@ def repair(stream: StreamSpec, rejects: Sequence[Reject]) -> Repair:
             rows = _read(stream.source, Relation.from_json(group[0].relation), group)
         except MillstreamError as failed:
             left += [_because(one, f"the source cannot be asked for them ({type(failed).__name__})") for one in group]
+            unasked.update(one.event_id for one in group)
             continue
         key = _key(exposed(Relation.from_json(group[0].relation)))
         for one in group:
@@ -79,11 +85,11 @@ def repair(stream: StreamSpec, rejects: Sequence[Reject]) -> Repair:
                 left.append(_because(one, "and the source has changed the row since"))
             else:
                 repaired[one.event_id] = packed(completed)
-    return Repair(repaired, tuple(left))
+    return Repair(repaired, tuple(left), frozenset(unasked))
 
 
 def _because(one: Reject, why: str) -> Reject:
-    said = one.reason if one.kind == UNSENT else f"{one.table}: {_LACKS}"
+    said = one.reason if one.kind == UNSENT else f"{one.table}: {LACKS}"
     return replace(one, reason=f"{said}, {why}")
 
 

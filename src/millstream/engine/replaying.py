@@ -8,7 +8,7 @@ killed in between, that batch comes again, and changes nothing more.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -16,7 +16,7 @@ from pyspark.sql import SparkSession
 
 from millstream.engine.batch import run_batch
 from millstream.engine.opening import Opened, Opening
-from millstream.engine.repair import repair
+from millstream.engine.repair import Repair, repair
 from millstream.engine.replay import DONE, FAILED, RUNNING, UNFINISHED
 from millstream.errors import JournalError, MillstreamError, MissingBase, TargetUnavailable
 from millstream.failpoint import failpoint
@@ -25,9 +25,9 @@ from millstream.observe import Level
 from millstream.spark.partition import share_out
 from millstream.spark.stage import StagePlan
 from millstream.spark.tables import OwnTables, belongs
-from millstream.state.base import StateStore
+from millstream.state.base import UNSENT, UNSHAPED, StateStore
 from millstream.targets.base import Rebatching, Replayable, Target
-from millstream.targets.rejects import Outstanding, RowsRejected
+from millstream.targets.rejects import Held, Outstanding, Reject, RowsRejected, Unshapable
 
 Tell = Callable[[str, str, Level, Json], None]
 
@@ -95,6 +95,12 @@ class Replaying:
             try:
                 result = run_batch(spark, plan, span, runs)
                 break
+            except Unshapable as lacking:
+                known = plan.outstanding or Outstanding(self._target.mirrors)
+                if set(lacking.reasons) <= set(known.unshapable):
+                    raise
+                # The next try tells them with their rows.
+                plan = replace(plan, outstanding=replace(known, unshapable=lacking.reasons))
             except RowsRejected as found:
                 plan = self._completed(plan, found)
         self._target.publish_replay(record["epoch"], span, result.receipts)
@@ -115,25 +121,35 @@ class Replaying:
             only = frozenset(id for id in opening.journal.relations() if belongs(*about, id, tables))
         letters = self._store.letters(self._stream.name, self._spec.name)
         left_out = frozenset(letter.event_id for letter in letters)
+        unshaped = frozenset(letter.event_id for letter in letters if letter.kind in UNSHAPED)
         return replace(
             opened.plan,
             stager=self._target.replayer(record["epoch"], only=only, current=current),
             tables=tables,
-            outstanding=Outstanding(self._target.mirrors, left_out=left_out) if left_out else None,
+            outstanding=Outstanding(self._target.mirrors, left_out=left_out, unshaped=unshaped) if left_out else None,
         )
 
     def _completed(self, plan: StagePlan, found: RowsRejected) -> StagePlan:
-        """The plan with changes that lack values completed at the source. Raises MissingBase for what cannot be."""
-        known = plan.outstanding or Outstanding(mirrors=True)
-        outcome = repair(self._stream, [one for one in found.rejects if one.event_id not in known.repaired])
-        left = [*outcome.left, *(one for one in found.rejects if one.event_id in known.repaired)]
+        """The plan with changes that lack values completed at the source. Raises MissingBase for what cannot be.
+
+        A mirror can do without a change of the source that its row has changed since: a later one has written it.
+        """
+        assert isinstance(self._target, Replayable)  # noqa: S101 - the same
+        known = plan.outstanding or Outstanding(self._target.mirrors)
+        tried = {*known.repaired, *known.completed}
+        outcome = repair(self._stream, [one for one in found.rejects if one.event_id not in tried])
+        passing: list[Reject] = []
+        left = [one for one in found.rejects if one.event_id in tried]
+        for one in outcome.left:
+            passes = self._target.mirrors and one.kind == UNSENT and one.event_id not in outcome.unasked
+            (passing if passes else left).append(one)
         if left:
             raise MissingBase(
                 left[0].reason,
                 hint="replay from further back, or let `millstream verify --repair` bring such rows",
                 seqs=[one.seq for one in left],
             )
-        return replace(plan, outstanding=replace(known, repaired={**known.repaired, **outcome.repaired}))
+        return replace(plan, outstanding=_with(known, found, outcome, passing))
 
     def _spans(self, opening: Opening, record: Json) -> Iterator[SeqRange]:
         """The batches that are left."""
@@ -162,6 +178,21 @@ class Replaying:
         record = {**record, **changed}
         self._store.save_replay(self._stream.name, self._spec.name, record)
         return record
+
+
+def _with(known: Outstanding, found: RowsRejected, outcome: Repair, passing: Sequence[Reject]) -> Outstanding:
+    """What tasks must know after this round: what was completed, and what is left out."""
+    unsent = {one.event_id for one in found.rejects if one.kind == UNSENT}
+    events = frozenset(one.event_id for one in passing)
+    return replace(
+        known,
+        held=(*known.held, *(Held(one.event_id, one.seq, one.table, one.key) for one in passing)),
+        left_out=known.left_out | events,
+        unshaped=known.unshaped | events,
+        unshapable={},
+        repaired={**known.repaired, **{event: row for event, row in outcome.repaired.items() if event not in unsent}},
+        completed={**known.completed, **{event: row for event, row in outcome.repaired.items() if event in unsent}},
+    )
 
 
 def _now() -> str:

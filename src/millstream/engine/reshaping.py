@@ -18,7 +18,7 @@ from millstream.spark.expressions import first_schema, packed_frame
 from millstream.spark.images import Binding, split
 from millstream.spark.packed import unpack
 from millstream.spark.shaped import binding_of, in_our_words, numbers
-from millstream.targets.rejects import RowsRejected
+from millstream.targets.rejects import RowsRejected, Unshapable
 from millstream.transforms.compiled import wants_spark
 from millstream.transforms.shape import Shaping
 
@@ -52,7 +52,12 @@ def _by_spark(
     with tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
         found = unpack(rows.to_batches(), {relation_id: as_target}, Path(scratch))
         if found.error is not None:
-            raise named_error(found.error)
+            failed = named_error(found.error)
+            if isinstance(failed, RowsRejected):
+                raise RowUnshaped(failed.rejects[0].reason) from None
+            if isinstance(failed, Unshapable):
+                raise RowUnshaped(next(iter(failed.reasons.values()))) from None
+            raise failed
         return as_target, _table(list(found.tables[relation_id].batches()))
 
 

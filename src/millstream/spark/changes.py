@@ -16,14 +16,17 @@ from millstream.targets.lanes.tables import mirror_key
 from millstream.targets.rejects import (
     AT_ONCE,
     BYTES_AT_ONCE,
+    LACKING_AT_ONCE,
     Outstanding,
     Reject,
     RowsRejected,
     substituted,
     unshaped_reject,
 )
-from millstream.transforms.aside import rows_of, shaped_apart, stubs, without_unsent
+from millstream.transforms.aside import rows_of, shaped_apart, stubs, unsent_rows
+from millstream.transforms.changes import apart
 from millstream.transforms.compiled import Compiled, compiled
+from millstream.transforms.lacking import needed_anyway
 from millstream.transforms.shape import Shaping
 
 
@@ -45,9 +48,11 @@ class Aside:
         self._mirrors = mirrors
         it = outstanding or Outstanding()
         self._unshapable = it.unshapable
+        self._wanted = it.wanted
         self._completed = it.completed
         self._events = pa.array(sorted(it.unshaped.union(it.unshapable)), pa.string())
         self._rejects: list[Reject] = []
+        self._bytes = 0
 
     def pieces(self, batch: pa.RecordBatch) -> Iterator[tuple[pa.RecordBatch, bool]]:
         """The batch in pieces, in order: changes that can be shaped, as far as is known, and each one that cannot."""
@@ -63,9 +68,15 @@ class Aside:
 
     def stub(self, row: pa.RecordBatch) -> pa.RecordBatch | None:
         """What goes on of a change that cannot be transformed: where rows have keys, its key."""
-        why = self._unshapable.get(row["_ms_event_id"][0].as_py())
+        event = row["_ms_event_id"][0].as_py()
+        why = self._unshapable.get(event)
         if why is not None:
-            self.reject(row, RowUnshaped(why))
+            # What it lacks may be had: then it is seen whether anything fails on it.
+            lacking = needed_anyway(self._bound, apart(row, self._bound.rule).new)
+            if lacking is not None:
+                self.reject_unsent(row, lacking)
+            else:
+                self.reject(row, RowUnshaped(why, kind="unsent" if event in self._wanted else None))
         return stubs(self._bound, row) if self._mirrors else None
 
     def reject(self, row: pa.RecordBatch, why: RowUnshaped) -> None:
@@ -73,12 +84,14 @@ class Aside:
         key = mirror_key(self._bound.relation) if self._mirrors else ()
         stub = stubs(self._bound, row)
         self._rejects.append(unshaped_reject(self._relation, self._relation_id, row, stub, key, why))
-        if len(self._rejects) >= AT_ONCE or sum(len(one.row) for one in self._rejects) >= BYTES_AT_ONCE:
+        self._bytes += len(self._rejects[-1].row)
+        most = LACKING_AT_ONCE if why.kind == "unsent" else AT_ONCE
+        if len(self._rejects) >= most or self._bytes >= BYTES_AT_ONCE:
             self.check()
 
-    def reject_unsent(self, batch: pa.RecordBatch) -> None:
-        """Note the changes that lack what a filter needs."""
-        for row, why in without_unsent(self._bound, batch)[1]:
+    def reject_unsent(self, batch: pa.RecordBatch, lacking: pa.StringArray) -> None:
+        """Note the changes that lack what is needed, which the reasons tell."""
+        for row, why in unsent_rows(batch, lacking):
             self.reject(row, why)
 
     def check(self) -> None:

@@ -22,7 +22,7 @@ from millstream.spark.functions import applied, whole_rows
 from millstream.spark.images import NEW, OWN, Binding, arrow_part, image_schema, last_done, source_columns
 from millstream.spark.packed import PACKED_DDL, pack
 from millstream.transforms.compiled import Compiled
-from millstream.transforms.sql import SqlStep
+from millstream.transforms.sql import Output, SqlStep
 
 _TRIED = "_ms_tried"
 
@@ -58,7 +58,7 @@ def _filtered(images: DataFrame, bound: Compiled, isolate: bool) -> DataFrame:
     asked = asked & F.col("_ms_in")
     if isolate:
         images = _noted(
-            images, [(sql, f"{bound.source.table}: a filter fails on it") for sql in bound.conditions], asked
+            images, [(sql, f"{bound.source.table}: a filter fails on it", asked) for sql in bound.conditions]
         )
         answers = _results(images, len(bound.conditions))
         asked = asked & F.col("_ms_note").isNull()
@@ -94,24 +94,39 @@ def _selected(images: DataFrame, part: SqlStep, asked: Column, isolate: bool) ->
     )
     made = [F.col(quoted(name)) for name in names] if adds else []
     computed = [sql for sql, output in zip(texts, part.outputs, strict=True) if output.source is None]
+    known = {one.name: asked & _sent(one) for one in part.outputs}
     if isolate:
         verb = "add" if adds else part.step.verb
-        wrong = [f"{part.table}.{one.name}: {verb} fails on it" for one in part.outputs if one.source is None]
-        images = _noted(images, list(zip(computed, wrong, strict=True)), asked)
-        asked = asked & F.col("_ms_note").isNull()
+        wrong = [
+            (f"{part.table}.{one.name}: {verb} fails on it", known[one.name])
+            for one in part.outputs
+            if one.source is None
+        ]
+        images = _noted(images, [(sql, *said) for sql, said in zip(computed, wrong, strict=True)])
+        known = {name: mask & F.col("_ms_note").isNull() for name, mask in known.items()}
         tried = iter(_results(images, len(computed)))
     else:
         tried = iter([F.expr(sql) for sql in computed])
     for sql, output in zip(texts, part.outputs, strict=True):
-        found = F.expr(sql) if output.source is not None else F.when(asked, next(tried))
+        found = F.expr(sql) if output.source is not None else F.when(known[output.name], next(tried))
         made.append(found.alias(output.name))
     return images.select(*made, *OWN.names)
 
 
-def _noted(images: DataFrame, expressions: Sequence[tuple[str, str]], asked: Column) -> DataFrame:
-    """The images with the results of expressions, each in a struct, and a note where one of them fails."""
+def _sent(output: Output) -> Column:
+    """Whether what it is computed from was sent: all of it, since rows that lack a part are asked nothing."""
+    if not output.needs:
+        return F.lit(True)
+    return ~F.arrays_overlap("_ms_unknown", F.array(*[F.lit(name) for name in output.needs]))
+
+
+def _noted(images: DataFrame, expressions: Sequence[tuple[str, str, Column]]) -> DataFrame:
+    """The images with the results of expressions, each in a struct, and a note where one of them fails.
+
+    An expression comes with what to note, and with the rows that it is asked about.
+    """
     note, inside = F.col("_ms_note"), F.col("_ms_in")
-    for at, (sql, wrong) in enumerate(expressions):
+    for at, (sql, wrong, asked) in enumerate(expressions):
         # Under a condition, lest Spark takes what two of them have in common out of both, and fails there.
         images = images.withColumn(f"{_TRIED}{at}", F.when(asked, _try(images.sparkSession, sql)))
         note = F.coalesce(note, F.when(asked & F.col(f"{_TRIED}{at}").isNull(), F.lit(wrong)))

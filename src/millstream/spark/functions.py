@@ -8,7 +8,6 @@ to make. Both are sorted together, so that each row that was made comes right af
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import reduce
 
 import numpy as np
 import pyarrow as pa
@@ -18,11 +17,10 @@ from pyspark.sql import functions as F
 from pyspark.sql.pandas.types import from_arrow_schema, from_arrow_type
 
 from millstream.errors import ConfigError, TargetRefused
-from millstream.latest import Bools, booleans, one_letter, whole_numbers
+from millstream.latest import Bools, booleans, whole_numbers
 from millstream.spark.analysis import IDENTITY, quoted, user_function
 from millstream.spark.images import NEW, OLD, OWN, Binding, Images, eligible, image_schema, noting_errors, written
 from millstream.transforms.block import Block, Ints
-from millstream.transforms.changes import lacks
 from millstream.transforms.compiled import Compiled
 from millstream.transforms.sql import SqlStep
 
@@ -60,7 +58,7 @@ def applied(images: DataFrame, binding: Binding, part: int) -> DataFrame:
 
 def whole_rows(whole: bool) -> Column:
     """Which images are rows that are there, inside the filters. `whole`: old rows are sent whole."""
-    there = (F.col("_ms_image") == NEW) & F.col("_ms_op").isin("c", "r", "u")
+    there = (F.col("_ms_image") == NEW) & F.col("_ms_op").isin("c", "r", "u") & F.col("_ms_lacks").isNull()
     return (there | ((F.col("_ms_image") == OLD) & F.lit(whole))) & F.col("_ms_in")
 
 
@@ -120,9 +118,7 @@ class _Merging:
         has = place >= 0
         columns = list(self._step.after)
         images = Images.read(rows.take(whole_numbers(first)), columns, [name for name, _ in self._step.before])
-        op = pc.fill_null(images.batch["_ms_op"], "n")
-        asked = eligible(one_letter(op), images.image, images.meets, self._whole)
-        self._check_known(images, asked)
+        asked = eligible(images, self._whole)
         values = {
             name: rows[name].cast(kind).take(whole_numbers(np.where(has, place, first))) for name, kind in columns
         }
@@ -142,12 +138,6 @@ class _Merging:
             wrong = any(not booleans(pc.equal(its[0][name], its[1][name])).all() for name in IDENTITY)
         if wrong:
             raise self._refusal("makes rows that are of no row it got, or several of one")
-
-    def _check_known(self, images: Images, asked: Bools) -> None:
-        unknown = reduce(np.logical_or, images.block.unknown.values(), np.zeros(len(asked), bool)) & asked
-        if unknown.any():
-            name = next(name for name, mask in images.block.unknown.items() if (mask & asked).any())
-            raise lacks(self._step.table, int(unknown.sum()), name, "a function is to get")
 
     def _check_key(self, was: Block, values: dict[str, pa.Array], has: Bools) -> None:
         rows = whole_numbers(np.flatnonzero(has))

@@ -11,6 +11,7 @@ with ours beside them:
     _ms_note               JSON, of a note: how many changes went before it, and how many were left out; or an error; or
                            a change that cannot be transformed, as it goes on (`transforms.aside`). Of a row, where it
                            is asked for: what fails on it
+    _ms_lacks              of a new row whose change did not send what a transform needs: the reason. No SQL sees it
 
 Images of a change follow each other, changes are in seq order, notes that are no changes come last; SQL that works row
 by row keeps that.
@@ -31,15 +32,16 @@ import pyarrow.compute as pc
 
 from millstream.changelog import COMMON
 from millstream.errors import RowUnshaped
-from millstream.latest import Bools, booleans, special_texts, unsent_masks, whole, whole_numbers
-from millstream.model import Json, Op, Relation
+from millstream.latest import Bools, booleans, one_letter, special_texts, unsent_masks, whole, whole_numbers
+from millstream.model import Json, Relation
 from millstream.sources.decoders import decoded_schema
 from millstream.spark.changes import Aside
 from millstream.spark.stage import describe
 from millstream.targets.rejects import Outstanding, packed
 from millstream.transforms.block import Block, name_lists, text_maps, truths
-from millstream.transforms.changes import Rows, apart, unsent
+from millstream.transforms.changes import WRITTEN, Rows, apart
 from millstream.transforms.compiled import Compiled, recompiled
+from millstream.transforms.lacking import needed_anyway, needed_by_filters, needed_by_transforms
 from millstream.transforms.shape import Shaping
 from millstream.transforms.sql import Output, SqlStep
 
@@ -54,6 +56,7 @@ OWN = pa.schema(
         pa.field("_ms_unknown", pa.list_(pa.string())),
         pa.field("_ms_special", pa.map_(pa.string(), pa.string())),
         pa.field("_ms_note", pa.string()),
+        pa.field("_ms_lacks", pa.string()),
     ]
 )
 """Our own columns, which come after the table's."""
@@ -115,12 +118,18 @@ def _split(
                     yield _stub_note(stub, schema)
                 continue
             rows = apart(piece, rule)
-            if unsent(rows, rule)[1]:
+            inside = rule.meets(rows.new), rule.meets(rows.old)
+            lacking = needed_by_filters(bound, rows)
+            if lacking is None and not bound.conditions:
+                lacking = needed_by_transforms(bound, rows, *inside)
+            if lacking is not None:
                 # Nothing of the batch will be written.
-                aside.reject_unsent(piece)
+                aside.reject_unsent(piece, lacking)
                 continue
+            # Whether SQL lets a row go on is not known yet.
+            lacking = needed_anyway(bound, rows.new) if bound.conditions else None
             count += piece.num_rows
-            yield _images(piece, rows, (rule.meets(rows.new), rule.meets(rows.old)), rule.key, schema)
+            yield _images(piece, rows, inside, lacking, rule.key, schema)
     aside.check()
     yield note({"changes": count, "left_out": left_out() + dropped}, schema)
 
@@ -146,7 +155,12 @@ def note(said: Json, schema: pa.Schema, **place: object) -> pa.RecordBatch:
 
 
 def _images(
-    batch: pa.RecordBatch, rows: Rows, inside: tuple[Bools, Bools], key: frozenset[str], schema: pa.Schema
+    batch: pa.RecordBatch,
+    rows: Rows,
+    inside: tuple[Bools, Bools],
+    lacking: pa.StringArray | None,
+    key: frozenset[str],
+    schema: pa.Schema,
 ) -> pa.RecordBatch:
     new, old = rows.new.only(inside[0], key), rows.old.only(inside[1], key)
     olds = np.flatnonzero(rows.has_old)
@@ -159,6 +173,10 @@ def _images(
     meets = np.concatenate([inside[0], inside[1][olds]])[order]
     of_change = batch.select([field.name for field in _CHANGE]).take(whole_numbers(change))
     of_change = of_change.append_column("_ms_note", pa.nulls(len(change), pa.string()))
+    lacks = pa.nulls(len(change), pa.string())
+    if lacking is not None:
+        lacks = pc.if_else(truths(image == NEW), lacking.take(whole_numbers(change)), lacks)
+    of_change = of_change.append_column("_ms_lacks", lacks)
     return written(both, of_change, image, meets, schema)
 
 
@@ -315,8 +333,9 @@ def source_columns(bound: Compiled) -> list[tuple[str, pa.DataType]]:
     return list(zip(bound.rule.names, decoded_schema(bound.source).types, strict=True))
 
 
-def eligible(op: np.ndarray, image: np.ndarray, meets: Bools, whole: bool) -> Bools:
+def eligible(images: Images, whole: bool) -> Bools:
     """Which images are rows that a user's function gets: whole ones, inside the filters."""
-    there = np.isin(op, (Op.CREATE, Op.READ, Op.UPDATE)) & (image == NEW)
-    found: Bools = (there | ((image == OLD) & whole)) & meets
+    op = one_letter(pc.fill_null(images.batch["_ms_op"], "n"))
+    there = np.isin(op, WRITTEN) & (images.image == NEW) & booleans(images.batch["_ms_lacks"].is_null())
+    found: Bools = (there | ((images.image == OLD) & whole)) & images.meets
     return found

@@ -12,12 +12,12 @@ import pyarrow.compute as pc
 
 from millstream.errors import TargetRefused
 from millstream.latest import Bools, booleans, one_letter, whole_numbers
-from millstream.model import Json, Op
+from millstream.model import Json
 from millstream.spark.images import NEW, NOTE, OLD, Images, carried, stepped_images
 from millstream.targets.lanes.tables import mirror_key
-from millstream.targets.rejects import AT_ONCE, Unshapable, unpacked
+from millstream.targets.rejects import AT_ONCE, LACKING_AT_ONCE, Unshapable, unpacked
 from millstream.transforms.block import Ints
-from millstream.transforms.changes import Rows, going_on, reduced, together
+from millstream.transforms.changes import WRITTEN, Rows, going_on, reduced, together
 from millstream.transforms.compiled import Compiled
 
 
@@ -43,7 +43,7 @@ class Joiner:
         """and how many of what was read are none to the target."""
 
     def changes(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """The changes, in batches that are not empty. Raises Unshapable for those that something fails on."""
+        """The changes, in batches that are not empty. Raises Unshapable for those that something fails on, or lacks."""
         for batch in batches:
             yield from self._take(batch)
         yield from self._flush()
@@ -114,7 +114,7 @@ class Joiner:
         rows = Rows(one_letter(of_change["_ms_op"]), block.take(news), old, has_old)
         # Nobody can say of an old row that a filter fails on that it was outside.
         new_in, old_in = images.meets[news], (images.meets[at] & has_old) | unknown
-        going, rows = going_on(of_change, rows, rule, new_in, old_in)
+        going, rows = self._set_lacking_aside(*going_on(of_change, rows, rule, new_in, old_in))
         self.left_out += len(news) - len(rows.op)
         rows = reduced(rows, bound.traced, rule.whole)
         return together(going, rows, rule.whole, bound.relation, bound.traced)
@@ -123,19 +123,30 @@ class Joiner:
         """The images without the changes that something fails on, and which of the old rows something fails on."""
         failing = booleans(images.batch["_ms_note"].is_valid())
         # Of a deleted row the old one counts.
-        written = np.isin(one_letter(images.batch["_ms_op"]), (Op.CREATE, Op.READ, Op.UPDATE))
+        written = np.isin(one_letter(images.batch["_ms_op"]), WRITTEN)
         poisoned = failing & (images.image == NEW) & written
         if not poisoned.any():
             return images, failing
-        told = images.batch.filter(pa.array(poisoned)).select(["_ms_event_id", "_ms_note"])
-        for row in told.slice(0, AT_ONCE - len(self._unshapable)).to_pylist():
-            self._unshapable.setdefault(row["_ms_event_id"], row["_ms_note"])
+        self._tell(images.batch.take(whole_numbers(np.flatnonzero(poisoned))), "_ms_note", AT_ONCE)
         news = images.image == NEW
         kept = np.flatnonzero(~poisoned[np.flatnonzero(news)[np.cumsum(news) - 1]])
         self.joined += int(poisoned.sum())
         self.left_out += int(poisoned.sum())
         own = images.batch.take(whole_numbers(kept))
         return Images(own, images.block.take(kept), images.image[kept], images.meets[kept]), failing[kept]
+
+    def _set_lacking_aside(self, going: pa.RecordBatch, rows: Rows) -> tuple[pa.RecordBatch, Rows]:
+        """The changes without those that leave a row and did not send what a transform needs."""
+        lacking = booleans(going["_ms_lacks"].is_valid()) & np.isin(rows.op, WRITTEN)
+        if not lacking.any():
+            return going, rows
+        self._tell(going.take(whole_numbers(np.flatnonzero(lacking))), "_ms_lacks", LACKING_AT_ONCE)
+        kept = np.flatnonzero(~lacking)
+        return going.take(whole_numbers(kept)), rows.take(kept)
+
+    def _tell(self, changes: pa.RecordBatch, why: str, most: int) -> None:
+        for row in changes.select(["_ms_event_id", why]).slice(0, max(0, most - len(self._unshapable))).to_pylist():
+            self._unshapable.setdefault(row["_ms_event_id"], row[why])
 
 
 class Named(Exception):

@@ -20,7 +20,7 @@ MISSING_BASE = "missing_base"
 TRANSFORM = "transform"
 """The kind of letters that a filter or transform fails on: what they hold is the source's change."""
 UNSENT = "unsent"
-"""The kind of letters that lack what a filter needs; they too hold the source's change."""
+"""The kind of letters that lack what filters or transforms need; they too hold the source's change."""
 
 UNSHAPED = (TRANSFORM, UNSENT)
 """Kinds of letters that were never given to filters and transforms, or failed there."""

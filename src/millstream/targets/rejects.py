@@ -27,6 +27,8 @@ AT_ONCE = 1000
 """So many rejects leave a task at a time; the rest are found by the next try,"""
 BYTES_AT_ONCE = 32 << 20
 """and so many bytes of them."""
+LACKING_AT_ONCE = 10_000
+"""The same of those that lack values: most of them are completed, and each try reads the whole batch."""
 
 _MISSING = "it leaves out values that did not change, and the target's row is older than the one they are in"
 
@@ -104,6 +106,8 @@ class Outstanding:
     """Those of `left_out` that filters or transforms fail on: they must not be given to these again."""
     unshapable: Mapping[str, str] = field(default_factory=dict)
     """By event id changes that were found to be such, with the reason: to be told as rejects, with their rows."""
+    wanted: frozenset[str] = frozenset()
+    """Those of them that nothing fails on, but that the target lacks values for: the source's changes are wanted."""
     completed: Mapping[str, bytes] = field(default_factory=dict)
     """By event id changes of the source that were completed before filters and transforms get them."""
 

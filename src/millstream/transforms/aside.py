@@ -8,15 +8,18 @@ deleted at the source must not be held by what it was before.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pyarrow as pa
 
 from millstream.errors import RowUnshaped
-from millstream.latest import whole_numbers
+from millstream.latest import booleans, whole_numbers
 from millstream.sources.decoders import decoded_schema
 from millstream.transforms.block import Block
-from millstream.transforms.changes import Rows, apart, together, unsent
+from millstream.transforms.changes import Rows, apart, together
 from millstream.transforms.compiled import Compiled
+from millstream.transforms.lacking import needed_by_filters
 from millstream.transforms.sql import SqlStep
 
 
@@ -78,15 +81,17 @@ def without_unsent(
     bound: Compiled, batch: pa.RecordBatch
 ) -> tuple[pa.RecordBatch, list[tuple[pa.RecordBatch, RowUnshaped]]]:
     """The changes without those that did not send what a filter needs; and these, one by one."""
-    lacking, column = unsent(apart(batch, bound.rule), bound.rule)
-    if not column:
+    lacking = needed_by_filters(bound, apart(batch, bound.rule))
+    if lacking is None:
         return batch, []
-    why = RowUnshaped(
-        f"{bound.rule.table}: a filter needs {column}, whose value is large, did not change, and was not sent",
-        kind="unsent",
-    )
-    failed = [(rows_of(batch, at, at + 1), why) for at in np.flatnonzero(lacking).tolist()]
-    return batch.take(whole_numbers(np.flatnonzero(~lacking))), failed
+    there = np.flatnonzero(booleans(lacking.is_null()))
+    return batch.take(whole_numbers(there)), list(unsent_rows(batch, lacking))
+
+
+def unsent_rows(batch: pa.RecordBatch, lacking: pa.StringArray) -> Iterator[tuple[pa.RecordBatch, RowUnshaped]]:
+    """The changes that have a reason, one by one, with it."""
+    for at in np.flatnonzero(booleans(lacking.is_valid())).tolist():
+        yield rows_of(batch, at, at + 1), RowUnshaped(lacking[at].as_py(), kind="unsent")
 
 
 def rows_of(batch: pa.RecordBatch, begin: int, end: int) -> pa.RecordBatch:

@@ -13,7 +13,7 @@ A filtered table has the rows that meet the filters, and its changes are:
 
 The old row is known where the source sends whole old rows (REPLICA IDENTITY FULL); its key alone is enough for
 filters that need no more. What cannot be decided, because a value that a filter needs did not change and was not
-sent, is an error and never a guess.
+sent, is an error and never a guess (see `lacking`).
 
 Each change is looked at by itself, so that it does not matter how a batch is cut.
 """
@@ -39,6 +39,8 @@ Codes = npt.NDArray[np.uint8]
 
 _ALWAYS = (Op.READ, Op.MESSAGE)
 """What no choice of operations leaves out."""
+WRITTEN = (Op.CREATE, Op.READ, Op.UPDATE)
+"""What leaves a row."""
 
 
 @dataclass(frozen=True)
@@ -114,13 +116,19 @@ def going_on(
     batch: pa.RecordBatch, rows: Rows, rule: Rule, new_in: Bools, old_in: Bools
 ) -> tuple[pa.RecordBatch, Rows]:
     """The changes that are some to the filtered table, by which rows are inside. The batch has their metadata."""
+    taken, rows = ongoing(rows, rule, new_in, old_in)
+    return batch if len(taken) == batch.num_rows else batch.take(whole_numbers(taken)), rows
+
+
+def ongoing(rows: Rows, rule: Rule, new_in: Bools, old_in: Bools) -> tuple[Ints, Rows]:
+    """The same without metadata: which of the changes go on, and as what."""
     taken = np.arange(len(rows.op))
     if rule.filters:
         taken, rows = settled(rows, rule, new_in, old_in)
     asked = np.isin(rows.op, [*rule.ops, *_ALWAYS])
     if not asked.all():
         taken, rows = taken[asked], rows.take(np.flatnonzero(asked))
-    return batch if len(taken) == batch.num_rows else batch.take(whole_numbers(taken)), rows
+    return taken, rows
 
 
 def apart(batch: pa.RecordBatch, rule: Rule) -> Rows:
@@ -202,7 +210,7 @@ def reduced(rows: Rows, key: frozenset[str], whole: bool) -> Rows:
 
 def together(batch: pa.RecordBatch, rows: Rows, whole: bool, relation: Relation, key: frozenset[str]) -> pa.RecordBatch:
     """Changes of `relation` from its rows, with the metadata of the changes in `batch`."""
-    there = np.isin(rows.op, (Op.CREATE, Op.READ, Op.UPDATE))
+    there = np.isin(rows.op, WRITTEN)
     # What a transform adds is not in rows that are not there, nor in old keys.
     new = rows.new.only(there | ((rows.op == Op.DELETE) & whole), key)
     old = rows.old.only(rows.has_old & whole, key)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from millstream.changelog import exposed
 from millstream.config.kinds import is_mirror, keeps_history
 from millstream.errors import ConfigError
 from millstream.model import Column, Relation, StreamSpec
 from millstream.sources.base import Finding, Severity
 from millstream.sources.patterns import matcher
-from millstream.transforms.compiled import compiled_by
+from millstream.transforms.block import Block
+from millstream.transforms.compiled import Compiled, compiled_by
+from millstream.transforms.lacking import needed_anyway
 from millstream.transforms.shape import Shaping
 from millstream.transforms.sql import Analyst
 from millstream.versions import ADDED
@@ -34,8 +38,8 @@ def shape_findings(stream: StreamSpec, relations: Sequence[Relation], analyst: A
         except ConfigError as wrong:
             found.append(Finding("transforms", Severity.ERROR, wrong.message, wrong.hint, relation.table))
             continue
-        if bound is not None and bound.rule.filters:
-            found += _unsent(stream, relation, bound.rule.needs)
+        if bound is not None:
+            found += _unsent(stream, relation, bound)
         found += history_findings(stream, relation if bound is None else bound.relation)
     wrong_tables = {one.table for one in found if one.severity is Severity.ERROR}
     if not wrong_tables:
@@ -65,27 +69,30 @@ def _unmeant(stream: StreamSpec, relations: Sequence[Relation]) -> Iterator[Find
             yield Finding("transforms", Severity.ERROR, message, "correct the pattern in the stream file")
 
 
-def _unsent(stream: StreamSpec, relation: Relation, needs: Sequence[str]) -> Iterator[Finding]:
-    """A filter needs values that an update does not send when they are large and did not change."""
+def _unsent(stream: StreamSpec, relation: Relation, bound: Compiled) -> Iterator[Finding]:
+    """Filters or transforms need values that an update does not send when they are large and did not change."""
     if relation.identity == "f" or relation.source_kind != "postgres":
         return
     large = [column.name for column in relation.columns if _may_be_large(column) and column.name not in relation.key]
-    needed = [name for name in large if name in needs]
+    again = "its row is read at the source again, or kept aside"
+    found: dict[str, tuple[list[str], str]] = {}
+    needed = [name for name in large if name in bound.rule.needs]
     if needed:
-        what = f"which the filters of stream {stream.name} need: its row is read at the source again, or kept aside"
-        names = needed
-    elif large and any(map(is_mirror, stream.targets)):
-        what = f"so that an update by which a row enters the filters of stream {stream.name} is kept aside at mirrors"
-        names = large
-    else:
-        return
-    yield Finding(
-        "filter",
-        Severity.WARNING,
-        f"an update that leaves a value of more than 2 kB as it was does not send it ({', '.join(names)}), {what}",
-        f'ALTER TABLE "{relation.schema}"."{relation.name}" REPLICA IDENTITY FULL, if there are such values',
-        relation.table,
-    )
+        found["filter"] = needed, f"which the filters of stream {stream.name} need: {again}"
+    elif bound.rule.filters and large and any(map(is_mirror, stream.targets)):
+        found["filter"] = large, f"and by it a row may enter the filters of stream {stream.name}: {again}"
+    halfway = [name for name in large if needed_anyway(bound, Block(1, {}, {}, {name: np.ones(1, bool)})) is not None]
+    if halfway:
+        what = f"which the transforms of stream {stream.name} need together with others: {again}"
+        found["transforms"] = halfway, what
+    for part, (names, what) in found.items():
+        yield Finding(
+            part,
+            Severity.WARNING,
+            f"an update that leaves a value of more than 2 kB as it was does not send it ({', '.join(names)}), {what}",
+            f'ALTER TABLE "{relation.schema}"."{relation.name}" REPLICA IDENTITY FULL, if there are such values',
+            relation.table,
+        )
 
 
 def _may_be_large(column: Column) -> bool:

@@ -6,7 +6,7 @@ afterwards, which of them tell rows apart, and where values are unknown or have 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +15,6 @@ import pyarrow as pa
 
 from millstream.latest import Bools
 from millstream.transforms.block import Block
-from millstream.transforms.changes import lacks
 from millstream.transforms.shape import Step
 from millstream.transforms.steps import Columns
 
@@ -53,27 +52,38 @@ class SqlStep:
     table: str
 
     def carried(self, block: Block, was: Block) -> Block:
-        """The block of Spark's values, with what is unknown and has exact texts, by what was so before it."""
-        kept = {name: name for name, _ in self.before} if self.step.verb == "add_sql" else {}
-        kept |= {one.name: one.source for one in self.outputs if one.source is not None}
-        special = {name: was.special[source] for name, source in kept.items() if source in was.special}
-        unknown = {name: was.unknown[source] for name, source in kept.items() if source in was.unknown}
-        for one in self.outputs:
-            if one.source is None and one.needs:
-                mask = self._unknown(one, was)
-                if mask is not None:
-                    unknown[one.name] = mask
-        return Block(block.size, block.values, special, unknown)
+        """The block of Spark's values, with what is unknown and has exact texts, by what was so before it.
 
-    def _unknown(self, output: Output, was: Block) -> Bools | None:
-        """A value is computed from known ones, or did not change because none of them did."""
-        masks = [was.unknown.get(name, np.zeros(was.size, bool)) for name in output.needs]
-        unsent = np.logical_and.reduce(masks)
-        halfway = np.logical_or.reduce(masks) & ~unsent
-        if halfway.any():
-            lacking = [name for name, mask in zip(output.needs, masks, strict=True) if (mask & halfway).any()]
-            raise lacks(self.table, int(halfway.sum()), lacking[0], f"{output.name} is computed from")
-        return unsent if unsent.any() else None
+        Of a row that it lacks something for (`followed`) nothing is said: that one is set aside.
+        """
+        special = {name: was.special[source] for name, source in self._kept() if source in was.special}
+        return Block(block.size, block.values, special, self.followed(was.unknown, was.size)[0])
+
+    def followed(self, was: Mapping[str, Bools], size: int) -> tuple[dict[str, Bools], list[tuple[Bools, str]]]:
+        """What is unknown after it, by what was before it; and the rows that it lacks values for, with the reasons.
+
+        A value is computed from known ones, or did not change because none of them did. Between the two there is
+        nothing that could be said of it. A function gets whole rows.
+        """
+        if self.step.verb == "python":
+            (place, _), *_ = self.step.arguments
+            return {}, [(mask, f"python {place} is to get {name}") for name, mask in was.items()]
+        unknown = {name: was[source] for name, source in self._kept() if source in was}
+        lacking: list[tuple[Bools, str]] = []
+        for one in self.outputs:
+            if one.source is not None or not any(name in was for name in one.needs):
+                continue
+            masks = {name: was.get(name, np.zeros(size, bool)) for name in one.needs}
+            unsent = np.logical_and.reduce(list(masks.values()))
+            if unsent.any():
+                unknown[one.name] = unsent
+            lacking += [(mask & ~unsent, f"{one.name} is computed from {name}") for name, mask in masks.items()]
+        return unknown, lacking
+
+    def _kept(self) -> list[tuple[str, str]]:
+        """Names after and before of the columns that go through as they are."""
+        kept = {name: name for name, _ in self.before} if self.step.verb == "add_sql" else {}
+        return list({**kept, **{one.name: one.source for one in self.outputs if one.source is not None}}.items())
 
 
 def bind_sql(step: Step, columns: Columns, analyst: Analyst) -> SqlStep:
