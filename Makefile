@@ -60,7 +60,8 @@ format: setup ## Put the code into its form
 
 chaos: setup ## Kill at each failpoint alone, while capture changes over, then 30 times at random
 	@MILLSTREAM_CHAOS_ROUNDS=30 MILLSTREAM_CHAOS_EACH=1 $(PYTHON_IN_VENV) -m pytest -s tests/chaos \
-		tests/integration/test_bulk_kills.py tests/integration/test_reload_kills.py tests/unit/journal/test_journal_recovery.py
+		tests/integration/test_bulk_kills.py tests/integration/test_reload_kills.py tests/integration/test_reload_ranges.py \
+		tests/unit/journal/test_journal_recovery.py
 
 cluster: setup ## Run a stream on a standalone cluster, and kill executors and workers under it
 	@MILLSTREAM_CLUSTER=1 $(PYTHON_IN_VENV) -m pytest -s tests/integration/test_cluster.py
