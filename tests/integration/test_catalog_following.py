@@ -55,14 +55,16 @@ def test_targets_equal_the_source_after_what_no_change_tells(
         engine.replay("shop", 1, "copy")
         copied = "copy", "public.parts"
         ended = "reload.table_finished"
-        await_that(lambda: [(e.target, e.fields["table"]) for e in watching.of(ended)].count(copied) == 2)
+        await_that(lambda: [(e.target, e.fields["table"]) for e in watching.of(ended)].count(copied) >= 2)
         shop.await_equal("parts")
         database.sql("ALTER TABLE orders ALTER note TYPE text USING note || '!'")
         shop.await_equal("orders")
         database.sql("INSERT INTO parts VALUES (1, 'after'); UPDATE orders SET note = 'after' WHERE id = 2")
         shop.await_equal("parts", "orders")
-        await_that(lambda: noticed(engine).get("c2") == "rewrite public.orders applied")
-    assert len(noticed(engine)) == 2
+        # The new delivery epoch of the replay may have the first one copied once more.
+        both = {"c1": "partition_truncated public.parts applied", "c2": "rewrite public.orders applied"}
+        await_that(lambda: noticed(engine) == both)
+    assert noticed(engine) == both
     (event,) = [one for one in engine.ddl_events("shop") if one.id == "c1"]
     assert dict(event.receipts) == {"copy": "applied", "log": "applied"}
     said = event.to_json()
