@@ -54,10 +54,24 @@ def test_a_table_says_what_was_compared_and_which_keys_differ() -> None:
     ]
 
 
+def test_a_table_without_a_key_comes_with_what_to_do_about_it() -> None:
+    keyless = TableVerdict("public.no key", 3, 3, 1, 0, 1, keyed=False)
+    report = VerifyReport("shop", (TargetVerdict("copy", "postgres", 9, "0/9", (keyless,), AT, 1.0),))
+    assert shown(report)[2] == (
+        "copy, public.no key: it has no key by which rows could be shown or repaired; "
+        "copy it anew: millstream reload shop --target copy --table 'public.no key'"
+    )
+    assert VerifyReport.from_json(report.to_json()) == report
+
+
+def test_without_any_answer_there_is_no_table() -> None:
+    assert shown(VerifyReport("shop", (), {"log": "no"})) == ["log was not compared: no"]
+
+
 def test_a_repair_is_told() -> None:
     lines = shown(VerifyReport("shop", (REPAIRED,)))
     assert lines[1] == "copy (postgres) public.t 5 4 1 0 0 repaired"
-    assert lines[-1] == "copy is equal to the source after a repair of 1 rows: 5 rows at 0/9, 1.0 s, 5 rows/s"
+    assert lines[-1] == "copy is equal to the source after a repair of 1 row: 5 rows at 0/9, 1.0 s, 5 rows/s"
 
 
 @pytest.mark.parametrize(

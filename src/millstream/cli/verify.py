@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from millstream.cli.output import Home, Json, console, print_json
+from millstream.cli.output import Home, Json, console, counted, print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -96,9 +97,11 @@ def show(out: Console, report: VerifyReport) -> None:
             verdict = verdict if one.equal else Text("DIFFERENT", "red")
             first = f"{target.target} ({target.kind})" if not number else ""
             table.add_row(first, one.table, *(f"{count:,}" for count in counts), verdict)
-    out.print(table)
+    if report.targets:
+        out.print(table)
     for target in report.targets:
         _show_keys(out, target)
+        _show_keyless(out, report.stream, target)
         out.print(_verdict(target), style="green" if target.equal else "red")
     for name, why in report.failures.items():
         out.print(f"{name} was not compared: {why}", style="red")
@@ -115,11 +118,21 @@ def _show_keys(out: Console, target: TargetVerdict) -> None:
                 out.print(f"  and {more:,} more")
 
 
+def _show_keyless(out: Console, stream: str, target: TargetVerdict) -> None:
+    """What there is to do about tables whose rows cannot be repaired one by one."""
+    for one in target.tables:
+        if not one.keyed and not one.equal:
+            out.print(
+                f"{target.target}, {one.table}: it has no key by which rows could be shown or repaired; "
+                f"copy it anew: millstream reload {stream} --target {target.target} --table {shlex.quote(one.table)}"
+            )
+
+
 def _verdict(target: TargetVerdict) -> str:
     rate = target.rows / target.seconds if target.seconds else 0
-    done = f"{target.rows:,} rows at {target.position}, {target.seconds:.1f} s, {rate:,.0f} rows/s"
+    done = f"{counted(target.rows, 'row')} at {target.position}, {target.seconds:.1f} s, {rate:,.0f} rows/s"
     if not target.equal:
         return f"{target.target} is DIFFERENT from the source: {done}"
     repaired = sum(one.differences for one in target.tables)
-    after = f" after a repair of {repaired:,} rows" if repaired else ""
+    after = f" after a repair of {counted(repaired, 'row')}" if repaired else ""
     return f"{target.target} is equal to the source{after}: {done}"

@@ -39,6 +39,7 @@ from millstream.spark.shaped import binding_of
 from millstream.spark.tables import OwnTables
 from millstream.state.base import StateStore
 from millstream.targets.base import ASKING, Reader, Repairable, Repairer, Target, Verifiable
+from millstream.targets.lanes.tables import mirror_key
 from millstream.transforms.compiled import compiled
 from millstream.transforms.shape import Shaping
 
@@ -246,15 +247,29 @@ class TargetVerification:
             counts, keys = self._job("narrowing", plan, found, lambda: comparing.narrow(counted, most + 1))
         repaired: set[int] = set()
         if wrong and repairer is not None:
-            _refuse_repair(plan, counts, keys)
-            self._job("repairing", plan, found, lambda: comparing.repair(repairer, keys))
-            again = Comparing(self._spark, plan.only(sorted(wrong)).reread())
-            after = self._job("comparing again", plan, found, again.count)
-            repaired = {number for number in wrong if not after[number].buckets}
+            _refuse_repair(counts, keys)
+            repaired = self._repair(comparing, plan, found, repairer, [one for one in keys if one.key is not None])
         return tuple(
             _verdict(relation, counted[number], counts.get(number, (0, 0, 0)), _shown(keys, number), number in repaired)
             for number, relation in enumerate(plan.relations)
         )
+
+    def _repair(
+        self,
+        comparing: Comparing,
+        plan: Comparison,
+        found: SnapshotPlan,
+        repairer: Repairer,
+        keys: Sequence[Differing],
+    ) -> set[int]:
+        """Write the rows under these keys once more. Returns the tables that are equal then."""
+        if not keys:
+            return set()
+        self._job("repairing", plan, found, lambda: comparing.repair(repairer, keys))
+        wrong = sorted({one.table for one in keys})
+        again = Comparing(self._spark, plan.only(wrong).reread())
+        after = self._job("comparing again", plan, found, again.count)
+        return {number for number in wrong if not after[number].buckets}
 
     def _job(self, what: str, plan: Comparison, found: SnapshotPlan, job: Callable[[], T]) -> T:
         self._check_stop()
@@ -329,13 +344,7 @@ def _shaped(shaping: Shaping | None, relation: Relation) -> Relation:
     return relation if bound is None else bound.relation
 
 
-def _refuse_repair(plan: Comparison, counts: dict[int, tuple[int, int, int]], keys: Sequence[Differing]) -> None:
-    keyless = [plan.relations[one.table].table for one in keys if one.key is None]
-    if keyless:
-        raise NotSupported(
-            f"{keyless[0]} differs and has no key by which its rows could be repaired",
-            hint="give the table a primary key, or the stream a new target",
-        )
+def _refuse_repair(counts: dict[int, tuple[int, int, int]], keys: Sequence[Differing]) -> None:
     if len(keys) > MOST_REPAIRED:
         total = sum(map(sum, counts.values()))
         raise NotSupported(
@@ -351,4 +360,5 @@ def _shown(keys: Sequence[Differing], table: int) -> tuple[str, ...]:
 def _verdict(
     relation: Relation, counted: Counted, counts: tuple[int, int, int], keys: tuple[str, ...], repaired: bool
 ) -> TableVerdict:
-    return TableVerdict(relation.table, counted.source, counted.target, *counts, keys, repaired)
+    keyed = bool(mirror_key(relation))
+    return TableVerdict(relation.table, counted.source, counted.target, *counts, keys, repaired, keyed)

@@ -27,6 +27,8 @@ class TableVerdict:
     """The first of these keys, as JSON."""
     repaired: bool = False
     """They were written once more, and the table was equal when it was compared again."""
+    keyed: bool = True
+    """Whether its rows are told by a key. Without one there is nothing to show or to repair them by."""
 
     @property
     def differences(self) -> int:
