@@ -338,3 +338,44 @@ def test_a_table_that_targets_cannot_follow_comes_with_a_reload(
         shop.await_reloaded()
         database.sql("DELETE FROM orders WHERE id = 50; UPDATE orders SET note = 1 WHERE id = 1")
         shop.await_equal("orders", "items")
+
+
+def test_a_reload_does_not_bring_what_the_gate_holds_back(engine: Engine, database: Database, tmp_path: Path) -> None:
+    """An ALTER that no change has followed yet: nobody was asked about it."""
+    database.sql(
+        "CREATE TABLE orders (id int PRIMARY KEY, note text); CREATE TABLE items (id int PRIMARY KEY, note text); "
+        "INSERT INTO orders VALUES (1, 'one'); INSERT INTO items VALUES (1, 'one')"
+    )
+    shop = Everywhere(engine, database, tmp_path, only="copy")
+    with engine:
+        engine.upsert_stream(replace(shop.stream, ddl=(("add_column", "gate"),)))
+        engine.await_ready("shop", 120)
+        database.sql("INSERT INTO orders VALUES (2, 'two')")
+        shop.await_equal("orders", "items")
+        database.sql("ALTER TABLE orders ADD COLUMN secret text DEFAULT 'hidden'")
+        run_in_copy(tmp_path, 'DELETE FROM "public.items"', 'DELETE FROM "public.orders"')
+        engine.reload("shop")
+        await_that(lambda: (engine.get_status("shop").targets[0].reload or {}).get("state") == "failed")
+        assert shop.states() == {"copy": {"public.orders": "failed", "public.items": "done"}}
+        (target,) = engine.get_status("shop").targets
+        assert target.reload is not None
+        assert "add_column secret" in target.reload["tables"]["public.orders"]["error"]
+        columns = run_in_copy(tmp_path, "SELECT name FROM pragma_table_info('public.orders') ORDER BY cid")
+        assert columns == [("id",), ("note",), ("_ms_seq",)]
+        # Its first change is what can be approved.
+        database.sql("INSERT INTO orders VALUES (3, 'three', 'shown')")
+        await_that(lambda: [one.state for one in engine.ddl_events("shop")][-1:] == ["pending"])
+        engine.decide_ddl("shop", engine.ddl_events("shop")[-1].id, approved=True)
+        await_that(lambda: (3, "three") in shop.held("copy", "orders"))
+        engine.reload("shop", tables=["public.orders"])
+        await_that(lambda: shop.states() == {"copy": {"public.orders": "done"}})
+        shop.await_equal("orders", "items")
+        rows = run_in_copy(tmp_path, 'SELECT id, secret FROM "public.orders" ORDER BY id')
+        assert rows == [(1, "hidden"), (2, "hidden"), (3, "shown")]
+
+
+def run_in_copy(root: Path, *statements: str) -> Rows:
+    with closing(sqlite3.connect(root / "copy.db", timeout=60)) as lite:
+        found = [lite.execute(statement).fetchall() for statement in statements]
+        lite.commit()
+    return found[-1]

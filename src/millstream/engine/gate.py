@@ -15,15 +15,17 @@ from millstream.engine.receipts import receipt, receipts
 from millstream.engine.reload import can_reload
 from millstream.errors import MillstreamError, SchemaGated
 from millstream.journal import JournalReader
-from millstream.model import SeqRange, StreamSpec, TargetSpec
+from millstream.model import Relation, SeqRange, StreamSpec, TargetSpec
 from millstream.registry.ddl import APPLIED, LEFT, DdlEvent, policy_at, policy_of
 from millstream.registry.kinds import Decision, Policy
 from millstream.registry.noticed import Noticed, noticed
+from millstream.registry.structure import differences
 from millstream.registry.versions import Registry, Version
 from millstream.sources.postgres.patterns import parse_patterns
 from millstream.spark.tables import OwnTables, belongs
 from millstream.state.base import StateStore
 
+_CLOSED = (Policy.GATE.value, Policy.HALT.value)
 GATE_SECONDS = 0.5
 """How often a delivery that waits for a decision looks whether it was made: who decides may be another process."""
 
@@ -138,6 +140,36 @@ class Gate:
             for one in own_noticed(self._journal, self._tables)
             if (policy := policy_at(one, chosen, reloads=self._reloads)) in CLOSES
         ]
+
+
+def withheld(
+    stream: StreamSpec, journal: JournalReader, store: StateStore, relation: Relation, seq: int
+) -> SchemaGated | None:
+    """Why a table may not be copied as it is at this change: no target would get changes under that schema yet.
+
+    A copy has the table as the catalog has it, which may be another one than any change so far. What the stream says of
+    that itself counts; a copy of a table that was renamed or replaced is what the other gates wait for.
+    """
+    mine = [one for one in Registry(journal).all() if relation.oid == one.relation.oid or relation.table == one.table]
+    before = next((one.relation for one in reversed(mine) if one.seq <= seq), None)
+    if before is None:
+        # So it is with changes: the first of them that comes is compared with nothing.
+        return None
+    policies = dict(stream.ddl)
+    changes = [one for one in differences(before, relation) if policies.get(one.kind.value) in _CLOSED]
+    if not changes:
+        return None
+    decided = store.ddl_decisions(stream.name, journal.header().journal_id)
+    coming = next((one for one in mine if one.seq > seq and not differences(one.relation, relation)), None)
+    said = decided.get(coming.seq) if coming is not None else None
+    if said is not None and said.decision is Decision.APPROVED:
+        return None
+    what = "; ".join(change.in_words() for change in changes)
+    name = stream.name
+    hint = "nothing can be approved before there is a change of the table under it; reload it then"
+    if coming is not None:
+        hint = f"`millstream ddl show {name} {coming.seq}`; when it is approved, reload the table again"
+    return SchemaGated(f"its schema has changed ({what}), and the stream does not apply that by itself", hint=hint)
 
 
 def own_versions(registry: Registry, journal: JournalReader, tables: OwnTables | None) -> list[Version]:

@@ -31,6 +31,7 @@ from millstream.engine.chunk_jobs import BaselineStopped, run_chunks, source_tur
 from millstream.engine.copying import RANGES, Begun, Copying, SnapshotOld, Speed
 from millstream.engine.delivery_errors import is_transient, unexpected
 from millstream.engine.filling import Filling
+from millstream.engine.gate import withheld
 from millstream.engine.letters import LetterBox
 from millstream.engine.opening import Opened, Opening
 from millstream.engine.reload import (
@@ -260,6 +261,7 @@ class Reloading:
         name = copying.relation.table
         begun = self._begin(copying)
         try:
+            self._check_gate(copying)
             rows = self._steps(spark, opened, copying, begun)
         except MillstreamError as failed:
             if failed.transient:
@@ -393,6 +395,12 @@ class Reloading:
         while self._opening.delivered_seq(opened) < seq:
             self._check_end()
             self._ending.wait(LOOK_SECONDS)
+
+    def _check_gate(self, copying: Copying) -> None:
+        """Raise SchemaGated if the stream would not deliver changes of the table as the copy has it."""
+        gated = withheld(self._stream, self._opening.journal, self._store, copying.relation, copying.seq)
+        if gated is not None:
+            raise gated
 
     def _check_columns(self, opened: Opened, copying: Copying) -> None:
         """Raise SourceUnavailable if the target has the table with other columns by now: it is copied again then."""
