@@ -132,7 +132,7 @@ def test_a_kill_around_the_commit_into_duckdb_changes_nothing(tmp_path: Path, jo
 def test_a_kill_after_each_step_into_postgres_changes_nothing(
     tmp_path: Path, journal: Journal, database: Database
 ) -> None:
-    armed = failpoints("lane")
+    armed = [step for step in failpoints("lane") if step != "lane.loaded"]  # which is a step of baselines
     assert len(armed) >= 4
     kill_a_lane(tmp_path, "postgres", {"uri": database.uri}, armed)
     assert_lane_is_exact(database.sql, journal, "_millstream.cursors")

@@ -78,7 +78,7 @@ class History:
     def copy(self, about: Relation, rows: pa.RecordBatch, seq: int, second: int) -> None:
         """Copy the table anew."""
         taken_at = datetime(1970, 1, 1, 0, 0, second, tzinfo=UTC)
-        step = ReloadStep(1, seq, second * 100, taken_at, first=True, last=True)
+        step = ReloadStep(1, seq, second * 100, taken_at, first=True, last=True, since=seq)
         parts = [Part(about, 1, iter([rows]))]
         self.target.reloader(step).deliver(LaneBatch(SeqRange(seq, seq), second * 100, parts, lambda: None))
 

@@ -25,6 +25,7 @@ ROWS: list[list[str | Text]] = [
 
 
 def printed(monkeypatch: pytest.MonkeyPatch, width: int, *, terminal: bool = True, indent: int = 0) -> list[str]:
+    monkeypatch.setenv("TERM", "xterm")  # one that is dumb has 80 columns
     file = io.StringIO()
     wide = Console(file=file, width=width, force_terminal=terminal, color_system=None, soft_wrap=True)
     monkeypatch.setattr(module, "console", lambda: wide)

@@ -220,7 +220,9 @@ def test_check_connect_shows_findings_with_their_fix(file: Path, monkeypatch: py
     as_json = invoke("check", "--connect", "--json", file)
     found = json.loads(as_json.stdout)
     assert (as_json.exit_code, found["ok"]) == (1, False)
-    assert found["findings"]["shop"] == [finding.to_json() for finding in FakeSource.findings]
+    *of_source, of_target = found["findings"]["shop"]
+    assert of_source == [finding.to_json() for finding in FakeSource.findings]
+    assert (of_target["check"], of_target["severity"]) == ("target", "ok")
     monkeypatch.setattr(FakeSource, "findings", FakeSource.findings[:2])
     assert invoke("check", "--connect", file).exit_code == 0
 
