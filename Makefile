@@ -24,7 +24,7 @@ demo: setup ## Mirror a live shop into three targets, pause, crash, prove that a
 demo-short: setup ## Play the demo in a few seconds, and see that it ends as it says
 	@MILLSTREAM_DEMO=1 $(PYTHON_IN_VENV) -m pytest tests/integration/test_demo.py
 
-test: setup ## Run all tests, in three processes at once
+test: setup ## Run all tests, in four processes at once
 	@scripts/servers
 	@scripts/test $(PYTHON_IN_VENV)
 

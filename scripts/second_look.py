@@ -1,4 +1,4 @@
-"""Look a second time at the tests that failed while three processes ran at once: alone, in a process of their own.
+"""Look a second time at the tests that failed while four processes ran at once: alone, in a process of their own.
 
     python scripts/second_look.py CACHE...
 
