@@ -44,7 +44,7 @@ def rows_read(spec: SourceSpec) -> dict[str, list[tuple[Any, ...]]]:
             raw = pa.concat_arrays(payload) if payload else pa.array([], pa.large_binary())
             decoded = decoder(chunk.relation).decode(np.full(len(raw), Op.READ, np.uint8), raw)
             rows += [tuple(row.values()) for row in decoded.after.to_pylist()]
-    return {name: sorted(rows) for name, rows in found.items()}
+    return {name: sorted(rows, key=str) for name, rows in found.items()}
 
 
 @pytest.mark.usefixtures("reading")
@@ -93,3 +93,15 @@ def test_a_table_that_somebody_holds_just_now_is_read_later_and_nobody_waits(dat
             tables.lock()
             tables.read()
     assert [chunk.relation.name for chunk, _ in tables._read.values()] == ["free"]
+
+
+@pytest.mark.usefixtures("reading")
+def test_a_table_of_as_many_columns_as_there_can_be_and_one_without_rows(database: Database) -> None:
+    widest = 1600
+    database.sql(f"CREATE TABLE widest ({', '.join(f'c{n} int' for n in range(widest))}); CREATE TABLE bare (id int)")
+    rows = [tuple(range(widest)), tuple(None if n % 7 else -n for n in range(widest))]
+    for row in rows:
+        database.sql(f"INSERT INTO widest VALUES ({', '.join('NULL' if n is None else str(n) for n in row)})")
+    found = rows_read(source_spec(database))
+    assert sorted(found["widest"], key=lambda row: row[1] is None) == rows
+    assert found.get("bare", []) == []

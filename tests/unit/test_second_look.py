@@ -35,7 +35,7 @@ WITH_SPARK = "import pytest\n\n@pytest.mark.spark\n" + PASSES
 def suite(tmp_path: Path) -> Path:
     """A project of its own where each of the four processes has a test that passes."""
     (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\nmarkers = spark: needs a Spark session\n")
-    for name in ("integration/test_a.py", "integration/test_d.py", "integration/test_z.py", "chaos/test_spark.py"):
+    for name in ("integration/test_a.py", "integration/test_d.py", "unit/test_unit.py", "chaos/test_spark.py"):
         write(tmp_path, name, WITH_SPARK if "spark" in name else PASSES)
     (tmp_path / "scripts").mkdir()
     for name in ("test", "second_look.py"):
