@@ -5,8 +5,10 @@ has them, the source's row has: unless that was changed again since. So a row is
 it is what the change says. Otherwise another change of the row is on its way, which brings the rest or is
 completed itself, and nothing is lost by waiting for it.
 
-A value that is read may be newer than the change in one case: when a later change touched it alone. That one
-carries the value, and has a higher version. So the mirror can be early with it, but never wrong in the end.
+A value that is read may be newer than the change when a later change touched it alone. That one carries the value, and
+has a higher version: the mirror is early with it. One case is not told apart: the row's key has changed since, and
+another row has come under the old key whose other values are all the same. Then that row's value is taken, and the
+change of the key, which leaves the value out as well, carries it along.
 
 A change that lacks what filters or transforms need (`unsent`) is the source's own: it is completed before they get it.
 One that they have shaped is not, and cannot be compared with the source's row: the source's own is asked for instead.
