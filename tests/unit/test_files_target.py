@@ -99,6 +99,12 @@ def test_the_compression_is_the_one_asked_for(tmp_path: Path, compression: str, 
     assert pq.ParquetFile(path).metadata.row_group(0).column(0).compression == codec
 
 
+def test_columns_are_compressed_as_every_other_writer_of_parquet_does_it_unless_told(tmp_path: Path) -> None:
+    publish(opened(tmp_path), 1, 3)
+    (path,) = (tmp_path / "public.orders").iterdir()
+    assert pq.ParquetFile(path).metadata.row_group(0).column(0).compression == "SNAPPY"
+
+
 def test_a_large_part_is_written_in_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "GROUP_ROWS", 10)
     target = opened(tmp_path)

@@ -70,7 +70,7 @@ class FilesOptions(BaseModel):
 
     path: Path = Field(description="The directory to write to. One stream and target per directory.")
     format: Literal["parquet"] = Field("parquet", description="The format of the files.")
-    compression: Literal["zstd", "snappy", "none"] = Field("zstd", description="How columns are compressed.")
+    compression: Literal["snappy", "zstd", "none"] = Field("snappy", description="How columns are compressed.")
 
 
 class FilesTarget:
