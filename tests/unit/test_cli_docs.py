@@ -12,6 +12,7 @@ import typer
 from millstream.cli.app import app
 from millstream.cli.examples import EXAMPLES
 
+COMMAND: Any = typer.main.get_command(app)
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 
 
@@ -37,7 +38,7 @@ def built() -> dict[str, set[str]]:
         for name, one in commands.items():
             visit(one, (*path, name))
 
-    visit(typer.main.get_command(app), ())
+    visit(COMMAND, ())
     return found
 
 
@@ -53,13 +54,13 @@ def test_each_option_says_what_it_is_for() -> None:
             assert inner.help, inner.name
             visit(inner)
 
-    visit(typer.main.get_command(app))
+    visit(COMMAND)
 
 
 def test_each_command_has_an_example_in_its_help_and_each_example_is_understood() -> None:
     assert EXAMPLES.keys() == built().keys()
     for name, examples in EXAMPLES.items():
-        command: Any = typer.main.get_command(app)
+        command = COMMAND
         for word in name.split():
             command = command.commands[word]
         for example in examples:
@@ -67,3 +68,27 @@ def test_each_command_has_an_example_in_its_help_and_each_example_is_understood(
             words = shlex.split(example)
             assert words[: 1 + len(name.split())] == ["millstream", *name.split()]
             command.make_context(name, words[1 + len(name.split()) :])  # raises for what it does not know
+
+
+def test_no_line_of_a_list_of_commands_is_cut_at_80_columns() -> None:
+    def visit(command: Any, path: str) -> None:
+        if hasattr(command, "commands"):
+            shown = command.get_help(typer.Context(command, info_name=path, terminal_width=80, max_content_width=80))
+            assert not re.findall(r"^ .*\.\.\.$", shown, re.MULTILINE), path
+            for name, inner in command.commands.items():
+                visit(inner, f"{path} {name}")
+
+    visit(COMMAND, "millstream")
+
+
+def test_each_argument_and_option_is_called_what_it_is() -> None:
+    def visit(command: Any, path: str) -> None:
+        usage = command.get_usage(typer.Context(command, info_name=path))
+        assert not re.search(r"\[\[|\.\.\.\]|\.\.\.\}", usage), usage
+        for one in command.params:
+            if one.param_type_name == "option" and not one.is_flag and path != "millstream bench":
+                assert one.metavar or one.type.name in ("integer", "float"), (path, one.name)
+        for name, inner in getattr(command, "commands", {}).items():
+            visit(inner, f"{path} {name}")
+
+    visit(COMMAND, "millstream")

@@ -240,6 +240,15 @@ def test_what_is_not_built_yet_is_refused_by_name(
     assert problems(changed((old, new))) == [expected]
 
 
+def test_where_the_kind_is_misspelt_the_other_keys_are_looked_at_all_the_same(
+    problems: Callable[..., list[str]],
+) -> None:
+    assert problems(changed(("kind: postgres", "kind: postgress"), ("  tables:", "  auth_reff: env:A\n  tables:"))) == [
+        "3:9: source.kind: `postgress` is not known; did you mean `postgres`? available: postgres",
+        "5:3: source.auth_reff: unknown key; did you mean `auth_ref`?",
+    ]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
@@ -251,6 +260,17 @@ def test_what_is_not_built_yet_is_refused_by_name(
             "3:3: source.tables: is missing; write `tables: [public.orders]`, or `tables: [public.*]`",
         ),
         (", path: ./log", "", "8:5: targets[0].path: is missing; write `path: ./directory`"),
+        (
+            "kind: files, path: ./log",
+            "kind: sqlite",
+            "8:5: targets[0].path: is missing; write `path: ./copy.db`, a file",
+        ),
+        ("path: ./log", "path: 5", "8:36: targets[0].path: must be a path; write `path: ./directory`"),
+        (
+            "./log}",
+            "./log, compression: zst}",
+            "8:56: targets[0].compression: `zst` is not known; did you mean `zstd`? available: zstd, snappy, none",
+        ),
         (
             '[public.orders, "public.item_*"]',
             "public.orders",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Stream files.", show_default=False)],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Stream files.", show_default=False)],
     connect: Annotated[
         bool, typer.Option("--connect", help="Look at source and targets too; changes nothing.")
     ] = False,

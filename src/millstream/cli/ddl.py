@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from millstream.registry.ddl import DdlEvent
 
 ddl = typer.Typer(
-    help="Look at schema changes on their way to targets, and approve or reject those that wait.",
+    help="See to schema changes on their way: list, approve, reject.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -43,7 +43,7 @@ def list_events(
 
 @ddl.command()
 def show(name: Stream, id: Id, home: Home = None, json: Json = False) -> None:
-    """Show one schema change: what is different, what was decided, which targets have it."""
+    """Show one schema change. What is different, what was decided, which targets have it."""
     found = _engine(home).ddl_event(name, id).to_json()
     if json:
         print_json(found)
@@ -72,7 +72,7 @@ def approve(name: Stream, id: Id, home: Home = None, json: Json = False) -> None
 
 @ddl.command()
 def reject(name: Stream, id: Id, home: Home = None, json: Json = False) -> None:
-    """Do not let a schema change pass: delivery fails there, with everything before it delivered."""
+    """Do not let a schema change pass. Delivery fails there, with everything before it delivered."""
     _decide(home, name, id, approved=False, json=json)
 
 

@@ -23,7 +23,7 @@ def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Leave journal, files, tables and log for a look.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:
-    """Mirror a live shop into Parquet, Delta and another Postgres, pause, crash, prove that all is equal."""
+    """Mirror a live shop into three targets, and compare every row."""
     from rich.console import Console
 
     from millstream.demo.play import Play

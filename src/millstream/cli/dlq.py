@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from millstream.state.base import Letter
 
 dlq = typer.Typer(
-    help="Look at changes that targets could not take, deliver them again, or give them up.",
+    help="See to changes that targets could not take: dead letters.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
-Ids = Annotated[list[int] | None, typer.Argument(metavar="[ID]...", help="Letters, by their number.")]
-Stream = Annotated[str | None, typer.Option("--stream", help="All letters of this stream.")]
-Target = Annotated[str | None, typer.Option("--target", help="Only those of this target.")]
-Table = Annotated[str | None, typer.Option("--table", help="Only those of this table, schema.table.")]
+Ids = Annotated[list[int] | None, typer.Argument(metavar="ID", help="Letters, by their number.")]
+Stream = Annotated[str | None, typer.Option("--stream", metavar="NAME", help="All letters of this stream.")]
+Target = Annotated[str | None, typer.Option("--target", metavar="TARGET", help="Only those of this target.")]
+Table = Annotated[str | None, typer.Option("--table", metavar="SCHEMA.TABLE", help="Only those of this table.")]
 
 
 @dlq.command(name="list")
@@ -100,7 +100,7 @@ def purge(
     home: Home = None,
     json: Json = False,
 ) -> None:
-    """Give letters up: the changes are lost to their target, whose rows stay as they are."""
+    """Give letters up. The changes are lost to their target, whose rows stay as they are."""
     engine = _engine(home)
     removed = engine.purge_letters(_numbers(engine, ids, stream, target, table))
     print_json({"purged": removed}) if json else console().print(f"{counted(removed, 'dead letter')} given up.")

@@ -30,7 +30,7 @@ Source = Annotated[str, typer.Argument(metavar="NAME", help="Name of the source.
 
 @journal.command()
 def ls(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="List the segments of this journal.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="List the segments of this journal.")] = None,
     home: Home = None,
     json: Json = False,
 ) -> None:
@@ -48,10 +48,16 @@ def ls(
 @journal.command()
 def cat(
     name: Source,
-    table: Annotated[list[str] | None, typer.Option("--table", help="Only this table; may be repeated.")] = None,
-    start: Annotated[str | None, typer.Option("--from", help="Seq, position or time to begin at.")] = None,
-    end: Annotated[str | None, typer.Option("--to", help="Seq to end with, or position or time to end before.")] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most so many changes.")] = None,
+    table: Annotated[
+        list[str] | None, typer.Option("--table", metavar="SCHEMA.TABLE", help="Only this table; may be repeated.")
+    ] = None,
+    start: Annotated[
+        str | None, typer.Option("--from", metavar="PLACE", help="Seq, position or time to begin at.")
+    ] = None,
+    end: Annotated[
+        str | None, typer.Option("--to", metavar="PLACE", help="Seq to end with, or position or time to end before.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, metavar="N", help="At most so many changes.")] = None,
     home: Home = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
@@ -66,7 +72,7 @@ def cat(
 
 @journal.command()
 def verify(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Only this journal; else all.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Only this journal; else all.")] = None,
     home: Home = None,
     json: Json = False,
 ) -> None:
@@ -98,7 +104,7 @@ def rebase(
     home: Home = None,
     json: Json = False,
 ) -> None:
-    """Go on after a journal was lost, with a new one above every seq that was ever delivered."""
+    """Go on after a journal was lost. The new one begins above every seq that was ever delivered."""
     from millstream.engine.home import Home as HomeDirectory
     from millstream.engine.rebase import rebase as rebase_stream
 

@@ -13,16 +13,24 @@ from millstream.errors import ConfigError
 
 def prune(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the source.", show_default=False)],
-    older_than: Annotated[str | None, typer.Option("--older-than", help="Changes older than this go: 7d, 12h.")] = None,
+    older_than: Annotated[
+        str | None, typer.Option("--older-than", metavar="AGE", help="Changes older than this go: 7d, 12h.")
+    ] = None,
     max_bytes: Annotated[
-        str | None, typer.Option("--max-bytes", help="The oldest changes go until no more than this is left: 50GiB.")
+        str | None,
+        typer.Option(
+            "--max-bytes", metavar="SIZE", help="The oldest changes go until no more than this is left: 50GiB."
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Also what a target still needs; it then halts.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     home: Home = None,
     json: Json = False,
 ) -> None:
-    """Remove the oldest changes of a journal, by age or size; never what a target still needs, unless forced."""
+    """Remove the oldest changes of a journal, by age or size.
+
+    Never what a target still needs, unless it is forced.
+    """
     from millstream.cli.journal import find_journal
     from millstream.config.units import parse_duration_ms, parse_size
     from millstream.engine.home import Home as HomeDirectory

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 WIDTH_OF_PIPES = 200
 
 Home = Annotated[
-    str | None, typer.Option("--home", help="Where state lives. Default: $MILLSTREAM_HOME, else ./.millstream.")
+    str | None,
+    typer.Option("--home", metavar="DIR", help="Where state lives. Default: $MILLSTREAM_HOME, else ./.millstream."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

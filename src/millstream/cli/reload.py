@@ -12,7 +12,8 @@ from millstream.cli.output import Home, Json, console, print_json
 def reload(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The stream.", show_default=False)],
     table: Annotated[
-        list[str] | None, typer.Option(help="Only this table, schema.table; may be repeated.", show_default="all")
+        list[str] | None,
+        typer.Option(metavar="SCHEMA.TABLE", help="Only this table; may be repeated.", show_default="all"),
     ] = None,
     where: Annotated[
         str | None,
@@ -22,11 +23,13 @@ def reload(
             show_default="all of it",
         ),
     ] = None,
-    target: Annotated[str | None, typer.Option(help="Only this target of the stream.", show_default="all")] = None,
+    target: Annotated[
+        str | None, typer.Option(metavar="TARGET", help="Only this target of the stream.", show_default="all")
+    ] = None,
     home: Home = None,
     json: Json = False,
 ) -> None:
-    """Copy tables anew while the others, and their own changes, keep flowing. Returns when it is written down."""
+    """Copy tables anew while changes keep flowing. Returns when it is written down."""
     from millstream.engine.engine import Engine
     from millstream.engine.home import Home as HomeDirectory
 

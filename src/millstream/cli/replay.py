@@ -30,9 +30,12 @@ def replay(
     from_checkpoint: Annotated[
         str | None, typer.Option(metavar="JSON", help="What came after a `last_checkpoint` of `status --json`.")
     ] = None,
-    target: Annotated[str | None, typer.Option(help="Only this target of the stream.", show_default="all")] = None,
+    target: Annotated[
+        str | None, typer.Option(metavar="TARGET", help="Only this target of the stream.", show_default="all")
+    ] = None,
     table: Annotated[
-        list[str] | None, typer.Option(help="Only this table, schema.table; may be repeated.", show_default="all")
+        list[str] | None,
+        typer.Option(metavar="SCHEMA.TABLE", help="Only this table; may be repeated.", show_default="all"),
     ] = None,
     until: Annotated[
         str | None,

@@ -19,18 +19,22 @@ if TYPE_CHECKING:
 def run(
     files: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[FILE...]", help="Stream files. None: all streams of the home.", show_default=False),
+        typer.Argument(metavar="FILE", help="Stream files. None: all streams of the home.", show_default=False),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Deliver what is committed now, then exit.")] = False,
     home: Home = None,
-    master: Annotated[str | None, typer.Option(help="Spark master. Default: local, by the number of cores.")] = None,
+    master: Annotated[
+        str | None, typer.Option(metavar="MASTER", help="Spark master. Default: local, by the number of cores.")
+    ] = None,
     conf: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting of Spark's; may be repeated.")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Say only what is wrong.")] = False,
     json_logs: Annotated[bool, typer.Option("--json-logs", help="Log one JSON object a line.")] = False,
 ) -> None:
-    """Run streams until SIGTERM or Ctrl-C: the batch is finished and saved, then exit 0.
+    """Run streams until SIGTERM or Ctrl-C.
+
+    The batch at hand is finished and saved then, and the exit code is 0.
 
     Without a file, all streams of the home; other commands may add more at any time.
     """

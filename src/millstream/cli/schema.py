@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from millstream.registry.versions import Registry, Version
 
 schema = typer.Typer(
-    help="Look at the versions of tables: what their columns were, and since when.",
+    help="Look at the versions of tables, and what changed.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -26,9 +26,11 @@ Table = Annotated[str, typer.Argument(metavar="TABLE", help="The table, schema.t
 
 @schema.command(name="list")
 def list_schemas(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Only this source; else all.")] = None,
-    table: Annotated[str | None, typer.Option("--table", help="Only this table, schema.table.")] = None,
-    tenant: Annotated[str | None, typer.Option("--tenant", help="Only sources of this tenant.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Only this source; else all.")] = None,
+    table: Annotated[str | None, typer.Option("--table", metavar="SCHEMA.TABLE", help="Only this table.")] = None,
+    tenant: Annotated[
+        str | None, typer.Option("--tenant", metavar="TENANT", help="Only sources of this tenant.")
+    ] = None,
     home: Home = None,
     json: Json = False,
 ) -> None:
@@ -51,14 +53,18 @@ def list_schemas(
 @schema.command()
 def show(
     name: Source,
-    table: Annotated[str | None, typer.Argument(metavar="[TABLE]", help="The table, schema.table.")] = None,
-    version: Annotated[int | None, typer.Option("--version", help="This version of it.")] = None,
-    at: Annotated[str | None, typer.Option("--at", help="The one in force at a seq, a position or a time.")] = None,
-    id: Annotated[int | None, typer.Option("--id", help="By the number that changes have in `_ms_schema`.")] = None,
+    table: Annotated[str | None, typer.Argument(metavar="TABLE", help="The table, schema.table.")] = None,
+    version: Annotated[int | None, typer.Option("--version", metavar="N", help="This version of it.")] = None,
+    at: Annotated[
+        str | None, typer.Option("--at", metavar="PLACE", help="The one in force at a seq, a position or a time.")
+    ] = None,
+    id: Annotated[
+        int | None, typer.Option("--id", metavar="N", help="By the number that changes have in `_ms_schema`.")
+    ] = None,
     home: Home = None,
     json: Json = False,
 ) -> None:
-    """Show one version of a table: the latest, or the one that is asked for."""
+    """Show one version of a table. The latest, or the one that is asked for."""
     registry = _registry(home, name)
     if sum(one is not None for one in (version, at, id)) > 1 or (id is None) == (table is None):
         raise ConfigError("which schema?", hint="name a table with at most one of --version and --at, or give --id")
@@ -77,12 +83,17 @@ def show(
 def diff(
     name: Source,
     table: Table,
-    start: Annotated[int | None, typer.Option("--from", help="A version. Default: the one before --to.")] = None,
-    end: Annotated[int | None, typer.Option("--to", help="A version. Default: the latest.")] = None,
+    start: Annotated[
+        int | None, typer.Option("--from", metavar="N", help="A version. Default: the one before --to.")
+    ] = None,
+    end: Annotated[int | None, typer.Option("--to", metavar="N", help="A version. Default: the latest.")] = None,
     home: Home = None,
     json: Json = False,
 ) -> None:
-    """Say what is different between two versions of a table, and who can read whose rows."""
+    """Say what is different between two versions of a table.
+
+    Also whether readers of one can read rows of the other.
+    """
     from millstream.registry.structure import compatibility, differences
 
     registry = _registry(home, name)

@@ -15,21 +15,31 @@ if TYPE_CHECKING:
     from millstream.snapshots.manifest import TargetSnapshot
 
 snapshot = typer.Typer(
-    help="Keep the state of a target's tables with its position, and bring it back.",
+    help="Keep the state of a target's tables, and bring it back.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The stream.", show_default=False)]
-Id = Annotated[str, typer.Argument(metavar="[ID]", help="The snapshot, as `list` names it.")]
-Target = Annotated[str | None, typer.Option("--target", help="Only this target of the stream.", show_default="all")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="The snapshot, as `list` names it.")]
+Target = Annotated[
+    str | None, typer.Option("--target", metavar="TARGET", help="Only this target of the stream.", show_default="all")
+]
 OneTarget = Annotated[
-    str | None, typer.Option("--target", help="The target, where several can have snapshots.", show_default="the one")
+    str | None,
+    typer.Option(
+        "--target", metavar="TARGET", help="The target, where several can have snapshots.", show_default="the one"
+    ),
 ]
 Where = Annotated[
     str | None,
-    typer.Option("--path", help="Where the snapshots are, a directory or URL.", show_default="what the stream says"),
+    typer.Option(
+        "--path",
+        metavar="PATH",
+        help="Where the snapshots are, a directory or URL.",
+        show_default="what the stream says",
+    ),
 ]
 
 
@@ -39,12 +49,15 @@ def create(
     target: Target = None,
     path: Where = None,
     format: Annotated[
-        str | None, typer.Option(help="How rows are written: arrow or jsonl.", show_default="what the stream says")
+        str | None,
+        typer.Option(
+            metavar="FORMAT", help="How rows are written: arrow or jsonl.", show_default="what the stream says"
+        ),
     ] = None,
     home: Home = None,
     json: Json = False,
 ) -> None:
-    """Take a snapshot of each target, or of one, while the stream goes on."""
+    """Take a snapshot of each target, or of one. The stream goes on."""
     if format not in (None, "arrow", "jsonl"):
         raise typer.BadParameter("a format is arrow or jsonl")
     found = _engine(home).create_snapshot(name, target, path=_absolute(path), format=format)
@@ -81,7 +94,7 @@ def inspect(
     home: Home = None,
     json: Json = False,
 ) -> None:
-    """Show what is in a snapshot, and whether the stream can go on from it."""
+    """Show what is in a snapshot, and whether it can be restored."""
     found, why = _engine(home).inspect_snapshot(name, id, target, path=_absolute(path), check=check)
     told = {**found.to_json(), "checked": check, "usable": why is None, "why_not": why}
     if json:
@@ -140,7 +153,8 @@ def prune(
     name: Name,
     target: Target = None,
     keep: Annotated[
-        int | None, typer.Option(min=1, help="How many of each target stay.", show_default="what the stream says")
+        int | None,
+        typer.Option(min=1, metavar="N", help="How many of each target stay.", show_default="what the stream says"),
     ] = None,
     path: Where = None,
     home: Home = None,

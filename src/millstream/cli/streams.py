@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from millstream.engine.engine import Engine
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The stream.", show_default=False)]
-Target = Annotated[str | None, typer.Option(help="Only this target of the stream.")]
+Target = Annotated[str | None, typer.Option(metavar="TARGET", help="Only this target of the stream.")]
 
 
 def apply(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Stream files.", show_default=False)],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Stream files.", show_default=False)],
     home: Home = None,
     json: Json = False,
 ) -> None:
@@ -80,7 +80,7 @@ def list_streams(home: Home = None, json: Json = False) -> None:
 
 
 def pause(name: Name, target: Target = None, home: Home = None, json: Json = False) -> None:
-    """Deliver no more of a stream, or to one target of it, until it is resumed. Nothing is lost."""
+    """Deliver no more of a stream, or to one target, until `resume`. Nothing is lost."""
     engine = _engine(home)
     engine.pause(name, target)
     _print_state(engine, name, target, json=json)
@@ -104,7 +104,11 @@ def delete(
     home: Home = None,
     json: Json = False,
 ) -> None:
-    """Remove a stream with its slot, publications, journal, checkpoints and state. What was delivered stays."""
+    """Remove a stream; what was delivered stays.
+
+    With it go its checkpoints and state, and unless another stream of the home is on the same source, the slot, the
+    publications and the journal.
+    """
     done = _engine(home).delete_stream(name, keep_slot=keep_slot, keep_target=keep_target)
     if json:
         print_json(done)

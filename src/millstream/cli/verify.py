@@ -20,18 +20,20 @@ if TYPE_CHECKING:
 
 def verify(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The stream.", show_default=False)],
-    target: Annotated[str | None, typer.Option(help="Only this target of the stream.")] = None,
+    target: Annotated[str | None, typer.Option(metavar="TARGET", help="Only this target of the stream.")] = None,
     table: Annotated[
         list[str] | None, typer.Option(metavar="SCHEMA.TABLE", help="Only this table; may be repeated.")
     ] = None,
     repair: Annotated[bool, typer.Option("--repair", help="Write the rows that differ once more.")] = False,
     home: Home = None,
     master: Annotated[
-        str | None, typer.Option(help="Spark master, if no process runs the home. Default: local.")
+        str | None, typer.Option(metavar="MASTER", help="Spark master, if no process runs the home. Default: local.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Compare a stream's targets with its source, row by row, at one exact position of both.
+    """Compare a stream's targets with its source, row by row.
+
+    Both are compared at one exact position, also while others write.
 
     Exit code 0: equal, or equal after a repair; 1: different.
     """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -36,6 +37,8 @@ from millstream.model import (
     TargetSpec,
 )
 from millstream.snapshots import SCHEMES
+
+Kinds = Mapping[str, SourceKind] | Mapping[str, TargetKind]
 
 
 @dataclass
@@ -186,14 +189,14 @@ def _target_spec(keys: TargetKeys, options: Mapping[str, Any]) -> TargetSpec:
 
 def _source_options(report: Reporter, raw: object, base: Path) -> Mapping[str, Any]:
     if not isinstance(raw, dict) or raw.get("kind") not in SOURCES:
-        _suggest_kind(report, ("source",), raw)
+        _suggest_keys(report, ("source",), raw, SourceKeys, SOURCES)
         return {}
     return _options(report, ("source",), raw, SourceKeys, SOURCES[raw["kind"]].options, base)
 
 
 def _target_options(report: Reporter, index: int, raw: object, base: Path) -> Mapping[str, Any]:
     if not isinstance(raw, dict) or raw.get("kind") not in TARGETS:
-        _suggest_kind(report, ("targets", index), raw)
+        _suggest_keys(report, ("targets", index), raw, TargetKeys, TARGETS)
         return {}
     kind = TARGETS[raw["kind"]]
     left = dict(raw)
@@ -205,9 +208,16 @@ def _target_options(report: Reporter, index: int, raw: object, base: Path) -> Ma
     return _options(report, ("targets", index), left, TargetKeys, kind.options, base)
 
 
-def _suggest_kind(report: Reporter, at: Sequence[str | int], raw: object) -> None:
-    """Without a kind nobody knows the other keys, except that one of them may be meant as it."""
-    if isinstance(raw, dict) and "kind" not in raw:
+def _suggest_keys(
+    report: Reporter, at: Sequence[str | int], raw: object, shared: type[BaseModel], kinds: Kinds
+) -> None:
+    """Keys of a thing of no kind: where one kind is meant all that it does not know, else what is meant as `kind`."""
+    if not isinstance(raw, dict):
+        return
+    meant = get_close_matches(str(raw.get("kind")), kinds, n=1)
+    if meant:
+        report.refuse_unknown(at, raw, [*shared.model_fields, *options_model(kinds[meant[0]].options).model_fields])
+    elif "kind" not in raw:
         report.refuse_unknown(at, {key: None for key in raw if nearest(key, ["kind"])}, ["kind"])
 
 
@@ -238,9 +248,7 @@ def _absolute_ref(auth_ref: str, base: Path) -> str:
     return f"file:{_absolute(name, base)}" if kind == "file" else auth_ref
 
 
-def _check_uri(
-    report: Reporter, at: Sequence[str | int], raw: object, kinds: Mapping[str, SourceKind] | Mapping[str, TargetKind]
-) -> None:
+def _check_uri(report: Reporter, at: Sequence[str | int], raw: object, kinds: Kinds) -> None:
     """Says nothing of the URI's content: what looks wrong may be a secret."""
     if not isinstance(raw, dict) or not isinstance(raw.get("uri"), str) or raw.get("kind") not in kinds:
         return

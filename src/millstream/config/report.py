@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
@@ -9,6 +10,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from millstream.config.document import Tree
+from millstream.config.kinds import KEPT
 from millstream.config.problems import Problem, Refusal, nearest
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -21,6 +23,7 @@ _PLAIN_WORDS = {
     "int_from_float": "must be a whole number",
     "bool_type": "must be true or false",
     "bool_parsing": "must be true or false",
+    "path_type": "must be a path",
     "list_type": "must be a list",
     "dict_type": "must be a mapping of keys to values",
     "model_type": "must be a mapping of keys to values",
@@ -85,10 +88,30 @@ class Reporter:
             self.problem(path, cause.message, cause.hint)
         elif isinstance(cause, ValueError):
             self.problem(path, str(cause))
+        elif kind == "literal_error" and "expected" in context:
+            self._not_one_of(path, re.findall(r"'([^']+)'", str(context["expected"])))
         elif kind in _PLAIN_WORDS:
-            self.problem(path, _PLAIN_WORDS[kind].format(**context), _EXAMPLES.get(str(path[-1])) if path else None)
+            self.problem(path, _PLAIN_WORDS[kind].format(**context), self._example(path))
         else:
             self.problem(path, text)
+
+    def _not_one_of(self, path: Sequence[str | int], known: Sequence[str]) -> None:
+        """A word that is none of those there are."""
+        value = self.tree.at(path).value
+        available = f"available: {', '.join(known)}"
+        if not isinstance(value, str):
+            self.problem(path, "must be a word", available)
+            return
+        meant = nearest(value, known)
+        self.problem(path, f"`{value}` is not known", f"{meant} {available}" if meant else available)
+
+    def _example(self, path: Sequence[str | int]) -> str | None:
+        """How a key is written, where somebody who left it out would want to know."""
+        if not path:
+            return None
+        if path[-1] == "path" and self.tree.at(path[:-1]).value.get("kind") in KEPT:
+            return "write `path: ./copy.db`, a file"
+        return _EXAMPLES.get(str(path[-1]))
 
     def _made(self, at: Sequence[str | int], message: str, hint: str | None, of_key: bool) -> Problem:
         line, column = self.tree.place(at, of_key=of_key)
