@@ -30,7 +30,7 @@ def test_the_examples_of_the_library_page_work(
     running, streaming, reading = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     database.sql("CREATE TABLE orders (id int PRIMARY KEY, note text)")
-    names: dict[str, object] = {"uri": database.uri, "home_path": tmp_path / "home"}
+    names: dict[str, object] = {"uri": database.uri}
     exec(running, names)  # noqa: S102 - the documentation is what is tested
     database.sql("INSERT INTO orders SELECT i, 'note ' || i FROM generate_series(1, 50) i")
     exec(running, names)  # noqa: S102

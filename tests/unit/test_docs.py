@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
@@ -13,6 +13,7 @@ import yaml
 
 from millstream.cli.app import app
 from millstream.config import load_streams
+from millstream.transforms.shape import Verb
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
@@ -88,3 +89,14 @@ def test_each_stream_file_that_a_page_shows_loads_whole_or_as_a_part(page: Path,
         path = tmp_path / f"{number}.yaml"
         path.write_text(yaml.safe_dump(whole))
         assert load_streams([path], environment={}), text
+
+
+def test_each_transform_that_the_page_on_filters_shows_loads(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "filters.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (`\{.+?\}`) \|", text, re.MULTILINE)
+    assert {verb for verb, _ in rows} == set(get_args(Verb)) - {"add_sql"}
+    for number, shown in enumerate(example for _, cell in rows for example in re.findall(r"`([^`]+)`", cell)):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(f"{yaml.safe_dump(A_STREAM)}transforms:\n  - {shown}\n")
+        (stream,) = load_streams([path], environment={})
+        assert len(stream.shape.transforms) >= 1, shown

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from millstream import Engine
-from millstream.testing import Script
-from tests.fixtures.engines import await_that, delivered
+from millstream.testing import Script, await_events
+from tests.fixtures.engines import delivered
 
 PAGE = Path(__file__).parents[2] / "docs" / "engine.md"
 
@@ -24,16 +24,13 @@ def test_the_examples_of_the_engine_page_work(
     managing, testing = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
 
-    def events(engine: Engine, name: str, count: int) -> None:
-        await_that(lambda: engine.get_status(name).events_replicated == count)
-
     def work() -> None:
         script.insert("public.orders", id=1, note="worked")
-        events(Engine("home"), "shop", 1)
+        await_events(Engine("home"), "shop", 1)
 
     exec(managing, {"source": script.source("main"), "work": work})  # noqa: S102 - the documentation is what is tested
     assert "paused 1 Checkpoint(seq=1, " in capsys.readouterr().out
     assert Engine("home").list_streams() == []
-    exec(testing, {"wait_for_events": events})  # noqa: S102
+    exec(testing, {})  # noqa: S102
     expected = [(1, "first"), (1, "second"), (2, "after the outage")]
     assert delivered(tmp_path.parent, tmp_path.name, "tested") == {"public.orders": expected}
