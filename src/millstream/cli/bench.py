@@ -24,15 +24,21 @@ def _count(text: str) -> int:
 
 def bench(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Which one; without a name, all of them.")] = None,
-    rows: Annotated[int | None, typer.Option(min=1, max=10_000_000, help="How many changes, or rows.")] = None,
-    repeat: Annotated[int | None, typer.Option(min=1, help="How often each way is run; medians count.")] = None,
-    seconds: Annotated[float | None, typer.Option(min=0.5, help="How long a bench that waits does so.")] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, max=10_000_000, metavar="N", help="How many changes, or rows.")
+    ] = None,
+    repeat: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="How often each way is run; medians count.")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.5, metavar="SECONDS", help="How long a bench that waits does so.")
+    ] = None,
     bulk: Annotated[bool, typer.Option("--bulk", help="`capture` by bulk reading instead of streaming.")] = False,
     open_transaction: Annotated[
         bool, typer.Option("--open-transaction", help="`capture` while a transaction is open all the time.")
     ] = False,
     target: Annotated[
-        str | None, typer.Option(help="What `drain`, `latency`, `snapshot` and `tables` deliver to.")
+        str | None, typer.Option(metavar="KIND", help="What `drain`, `latency`, `snapshot` and `tables` deliver to.")
     ] = None,
     keys: Annotated[
         int | None, typer.Option(parser=_count, metavar="N", help="How many keys a mirror has: `100k`, `1M`.")

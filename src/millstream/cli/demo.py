@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def demo(
-    seconds: Annotated[float, typer.Option(help="How long the shop trades.")] = 20.0,
-    seed: Annotated[int | None, typer.Option(help="Seed of the load; a random one is printed.")] = None,
+    seconds: Annotated[float, typer.Option(metavar="SECONDS", help="How long the shop trades.")] = 20.0,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of the load; a random one is printed.")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Leave journal, files, tables and log for a look.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:
