@@ -269,7 +269,7 @@ def test_where_the_kind_is_misspelt_the_other_keys_are_looked_at_all_the_same(
         (
             "./log}",
             "./log, compression: zst}",
-            "8:56: targets[0].compression: `zst` is not known; did you mean `zstd`? available: zstd, snappy, none",
+            "8:56: targets[0].compression: `zst` is not known; did you mean `zstd`? available: snappy, zstd, none",
         ),
         (
             '[public.orders, "public.item_*"]',
