@@ -54,6 +54,19 @@ def test_a_table_says_what_was_compared_and_which_keys_differ() -> None:
     ]
 
 
+def test_a_narrow_terminal_gets_fewer_counts_and_no_name_that_is_cut() -> None:
+    out = StringIO()
+    show(
+        Console(file=out, width=62, force_terminal=True, color_system=None, soft_wrap=True), VerifyReport("s", (WRONG,))
+    )
+    assert out.getvalue().splitlines()[:4] == [
+        "target           table     missing  changed  extra",
+        "copy (postgres)  public.t        1       20      2  DIFFERENT",
+        "                 public.u        0        0      0  equal",
+        "(no room for source rows, target rows: see --json, or a wider terminal)",
+    ]
+
+
 def test_a_table_without_a_key_comes_with_what_to_do_about_it() -> None:
     keyless = TableVerdict("public.no key", 3, 3, 1, 0, 1, keyed=False)
     report = VerifyReport("shop", (TargetVerdict("copy", "postgres", 9, "0/9", (keyless,), AT, 1.0),))

@@ -70,6 +70,7 @@ def test_delivery_waits_before_the_transaction_until_it_is_approved(
     await_that(lambda: engine.ddl_event("shop", 4).state == "applied")
     await_that(lambda: engine.get_status("shop").targets[0].error is None)
     assert len(watching.of("delivery.gated")) == 2
+    assert engine.decide_ddl("shop", 4, approved=True).state == "applied"
     with pytest.raises(ConfigError, match="applied at every target already"):
         engine.decide_ddl("shop", 4, approved=False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pyarrow as pa
 import pytest
@@ -15,6 +15,7 @@ from millstream.changelog import assemble
 from millstream.errors import ConfigError, TargetRefused
 from millstream.model import Relation
 from millstream.testing import Script
+from millstream.transforms.check import shape_findings
 from millstream.transforms.compiled import Compiled, compiled
 from millstream.transforms.shape import FieldFilter, Shape, Shaping, Step
 from tests.fixtures.engines import QUICK, await_that, delivered, stream
@@ -43,6 +44,23 @@ def seen(found: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return [
         (one["_ms_op"], one["id"], one["status"], old["id"], old["status"])
         for one, old in zip(found, olds, strict=True)
+    ]
+
+
+def test_a_salt_that_cannot_be_read_is_found_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SALT", "pepper")
+    steps = [Step("hash", (("status", reference),), ("public.*",)) for reference in ("env:SALT", "env:NO_SALT")]
+
+    def findings(*transforms: Step) -> list[tuple[str, str]]:
+        shop = replace(stream(Script(Path("unused")), Path("unused")), shape=Shape(transforms=transforms))
+        return [(one.severity.value, one.message) for one in shape_findings(shop, [ORDERS], never)]
+
+    def never(*_: object) -> NoReturn:
+        raise AssertionError("nothing of it is in SQL")
+
+    assert [severity for severity, _ in findings(steps[0])] == ["ok"]
+    assert findings(*steps) == [
+        ("error", "stream shop: the salt of a hash cannot be read: the environment variable NO_SALT is not set")
     ]
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from millstream.cli.output import console
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.text import Text
 
 GAP = 2
@@ -28,9 +29,11 @@ class Column:
     spare: int = 0
 
 
-def print_columns(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], *, indent: int = 0) -> None:
+def print_columns(
+    columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], *, indent: int = 0, out: Console | None = None
+) -> None:
     """Print `rows` under the names of `columns`, and what was left out for want of room. Pipes and files get all."""
-    out = console()
+    out = out or console()
     width = out.width - indent if out.is_terminal else None
     shown = _that_fit(columns, rows, width)
     for line in _lines([columns[at] for at in shown], [[row[at] for at in shown] for row in rows], width):

@@ -136,9 +136,20 @@ def find_journal(home: str | None, name: str) -> Path:
 
     paths = {path.name: path for path in journals_of(home)}
     if name not in paths:
-        known = f"there are {', '.join(paths)}" if paths else "there is none yet"
-        raise JournalError(f"no journal is called {name}: {known}", hint="check the name and --home")
+        known = f"there is {', '.join(paths)}" if paths else "there is none yet"
+        raise JournalError(
+            f"no journal is called {name}: {known}", hint=_meant(home, name) or "check the name and --home"
+        )
     return paths[name]
+
+
+def _meant(home: str | None, name: str) -> str | None:
+    """Which journal to ask for, where `name` is a stream's: journals have the names of sources."""
+    from millstream.engine.engine import Engine
+    from millstream.engine.home import Home as HomeDirectory
+
+    streams = {one.name: one.source.name for one in Engine(HomeDirectory.locate(home)).list_streams()}
+    return f"journals are called as sources are: that of stream {name} is {streams[name]}" if name in streams else None
 
 
 def reader_of(path: Path) -> JournalReader:

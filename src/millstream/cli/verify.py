@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from millstream.cli.columns import Column, print_columns
 from millstream.cli.output import Home, Json, console, counted, print_json
 
 if TYPE_CHECKING:
@@ -82,25 +83,28 @@ def _progress(*, shown: bool) -> Iterator[Callable[[str], None]]:
     yield say
 
 
+COMPARED = (
+    *(Column("target"), Column("table")),
+    *(Column("source rows", right=True, spare=2), Column("target rows", right=True, spare=1)),
+    *(Column("missing", right=True), Column("changed", right=True), Column("extra", right=True)),
+    Column(""),
+)
+
+
 def show(out: Console, report: VerifyReport) -> None:
     """A table of what was compared, the keys that differ, and one line that says it."""
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("target", "table", "source rows", "target rows", "missing", "changed", "extra"):
-        table.add_column(column, justify="left" if column in ("target", "table") else "right", no_wrap=True)
-    # On a narrow terminal names are cut, not what was found.
-    table.add_column("", min_width=len("DIFFERENT"), no_wrap=True)
+    rows: list[list[str | Text]] = []
     for target in report.targets:
         for number, one in enumerate(target.tables):
             counts = (one.source_rows, one.target_rows, one.missing, one.changed, one.extra)
             verdict = Text("repaired", "yellow") if one.repaired else Text("equal", "green")
             verdict = verdict if one.equal else Text("DIFFERENT", "red")
             first = f"{target.target} ({target.kind})" if not number else ""
-            table.add_row(first, one.table, *(f"{count:,}" for count in counts), verdict)
+            rows.append([first, one.table, *(f"{count:,}" for count in counts), verdict])
     if report.targets:
-        out.print(table)
+        print_columns(COMPARED, rows, out=out)
     for target in report.targets:
         _show_keys(out, target)
         _show_keyless(out, report.stream, target)

@@ -37,12 +37,14 @@ def one_of(found: Sequence[DdlEvent], stream: str, id: int | str) -> DdlEvent:
 
 
 def decide(home: Home, store: StateStore, stream: StreamSpec, id: int | str, *, approved: bool) -> None:
-    """Write a decision down. Raises ConfigError for a change that every target has: nothing could come of it.
+    """Write a decision down. Raises ConfigError if a change is rejected that every target has; to approve it is fine.
 
     What has failed of it at a target is tried again once it is approved.
     """
     found = one_of(events_of(home, store, stream), stream.name, id)
     if found.state == "applied":
+        if approved:
+            return
         raise ConfigError(f"schema change {id} of stream {stream.name} is applied at every target already")
     journal = JournalReader([str(home.journal_path(stream.source.name))]).header().journal_id
     decision = Decision.APPROVED if approved else Decision.REJECTED

@@ -8,8 +8,9 @@ import numpy as np
 
 from millstream.changelog import exposed
 from millstream.config.kinds import is_mirror, keeps_history
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, MillstreamError
 from millstream.model import Column, Relation, StreamSpec
+from millstream.secrets import resolve
 from millstream.sources.base import Finding, Severity
 from millstream.sources.patterns import matcher
 from millstream.transforms.block import Block
@@ -30,7 +31,7 @@ def shape_findings(stream: StreamSpec, relations: Sequence[Relation], analyst: A
     """
     if not stream.shape:
         return []
-    found = list(_unmeant(stream, relations))
+    found = [*_unmeant(stream, relations), *_unsalted(stream)]
     shaping = Shaping(stream.name, stream.shape, any(map(is_mirror, stream.targets)))
     for relation in relations:
         try:
@@ -41,8 +42,7 @@ def shape_findings(stream: StreamSpec, relations: Sequence[Relation], analyst: A
         if bound is not None:
             found += _unsent(stream, relation, bound)
         found += history_findings(stream, relation if bound is None else bound.relation)
-    wrong_tables = {one.table for one in found if one.severity is Severity.ERROR}
-    if not wrong_tables:
+    if not any(one.severity is Severity.ERROR for one in found):
         message = f"the filters and transforms of stream {stream.name} fit its {len(relations)} tables"
         found.append(Finding("transforms", Severity.OK, message))
     return found
@@ -67,6 +67,17 @@ def _unmeant(stream: StreamSpec, relations: Sequence[Relation]) -> Iterator[Find
         if not any(map(matcher(tables), relations)):
             message = f"stream {stream.name}: no table of it is meant by {', '.join(tables)}"
             yield Finding("transforms", Severity.ERROR, message, "correct the pattern in the stream file")
+
+
+def _unsalted(stream: StreamSpec) -> Iterator[Finding]:
+    """Salts that cannot be read here, where the stream is to run."""
+    steps = [step for step in stream.shape.transforms if step.verb == "hash"]
+    for reference in dict.fromkeys(str(reference) for step in steps for _, reference in step.arguments):
+        try:
+            resolve(reference)
+        except MillstreamError as wrong:
+            message = f"stream {stream.name}: the salt of a hash cannot be read: {wrong.message}"
+            yield Finding("transforms", Severity.ERROR, message, wrong.hint)
 
 
 def _unsent(stream: StreamSpec, relation: Relation, bound: Compiled) -> Iterator[Finding]:
