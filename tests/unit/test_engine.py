@@ -197,6 +197,8 @@ def test_what_cannot_be_is_refused(engine: Engine, script: Script, tmp_path: Pat
         engine.pause("shup")
     with pytest.raises(UnknownStream, match=r"no target lag: did you mean log\?"):
         engine.resume("shop", "lag")
+    with pytest.raises(ConfigError, match=r"stream shop has no table other\.orders"):
+        engine.verify("shop", tables=("public.orders", "other.orders"))
 
 
 def test_a_journal_that_goes_away_under_a_running_engine_stops_its_streams_alone(

@@ -162,7 +162,7 @@ def ask_for_added(store: StateStore, stream: StreamSpec, before: Json) -> None:
             store.save_note(stream.name, spec.name, RELOAD, record)
 
 
-def _is_for(patterns: Sequence[str], name: str) -> bool:
+def is_for(patterns: Sequence[str], name: str) -> bool:
     """Whether one of the patterns means the table of this name."""
     schema, _, table = name.partition(".")
     return any(pattern.matches(schema, table) for pattern in parse_patterns(patterns))
@@ -220,7 +220,7 @@ class Reload:
                     "be replaced",
                     hint="reload the whole table there (without where), or name another target (--target)",
                 )
-        if any(_is_for(step.tables, name) for step in self._stream.shape.transforms):
+        if any(is_for(step.tables, name) for step in self._stream.shape.transforms):
             raise NotSupported(
                 f"stream {self._stream.name} transforms {name}: a range of the source's key need not be one of the "
                 "target's rows",
@@ -231,7 +231,7 @@ class Reload:
 
     def _check_names(self) -> None:
         for name in self._asked.names:
-            if not _is_for(self._stream.source.tables, name):
+            if not is_for(self._stream.source.tables, name):
                 raise ConfigError(
                     f"stream {self._stream.name} has no table {name}",
                     hint=f"write schema.table; its tables are {', '.join(self._stream.source.tables)}",
