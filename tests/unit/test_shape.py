@@ -47,12 +47,14 @@ def seen(found: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     ]
 
 
-def test_a_salt_that_cannot_be_read_is_found_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_salt_that_cannot_be_read_is_found_before_anything_runs(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SALT", "pepper")
     steps = [Step("hash", (("status", reference),), ("public.*",)) for reference in ("env:SALT", "env:NO_SALT")]
 
     def findings(*transforms: Step) -> list[tuple[str, str]]:
-        shop = replace(stream(Script(Path("unused")), Path("unused")), shape=Shape(transforms=transforms))
+        shop = replace(stream(script, tmp_path), shape=Shape(transforms=transforms))
         return [(one.severity.value, one.message) for one in shape_findings(shop, [ORDERS], never)]
 
     def never(*_: object) -> NoReturn:
