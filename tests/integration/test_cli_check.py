@@ -142,7 +142,7 @@ def test_a_target_that_cannot_be_written_to_is_named(tmp_path: Path, database: D
         assert (code, target_told(found)) == (1, [("error", wrong, grant)])
         database.sql(grant)
         code, found = check(tmp_path, database.uri, ["public.orders"], copy)
-        right = f"shop/copy: connected to 127.0.0.1/{database.name} as {role}"
+        right = f"shop/copy: connected to 127.0.0.1:{database.server.port}/{database.name} as {role}"
         assert (code, target_told(found)) == (0, [("ok", right, None)])
     finally:
         database.sql(f"DROP OWNED BY {role} CASCADE; DROP ROLE {role}")
@@ -150,7 +150,7 @@ def test_a_target_that_cannot_be_written_to_is_named(tmp_path: Path, database: D
     code, found = check(tmp_path, database.uri, ["public.orders"], closed)
     ((severity, said, fix),) = target_told(found)
     assert (code, severity, fix) == (1, "error", "is the server up, and is the host of the uri right?")
-    assert said.startswith("shop/copy: cannot connect to 127.0.0.1/shop: ")
+    assert said == "shop/copy: cannot connect to 127.0.0.1:1/shop: Connection refused"
 
 
 def test_a_target_whose_path_does_not_do_is_named(tmp_path: Path, database: Database) -> None:

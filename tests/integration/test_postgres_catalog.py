@@ -186,3 +186,5 @@ def test_patterns_choose_each_table_once(any_database: Database, control: Contro
         (Severity.ERROR, "public.a_view is a view and cannot be captured"),
         (Severity.OK, "public.unlogged is an unlogged table and is left out"),
     }
+    (misspelt,) = [one.fix for one in findings if one.table == "public.Heap"]
+    assert str(misspelt).startswith("did you mean public.heap? Else correct its name in `tables`")

@@ -52,8 +52,8 @@ def test_a_stream_comes_back_as_it_was() -> None:
 def test_a_password_does_not_come_back(uri: str, back: str) -> None:
     at_source = replace(SHOP, source=replace(SHOP.source, uri=uri))
     at_target = replace(SHOP, targets=(replace(SHOP.targets[1], options={"uri": uri}),))
-    for stream in (at_source, at_target):
-        assert has_secret(stream)
+    for stream, whose in ((at_source, "its source"), (at_target, f"its target {SHOP.targets[1].name}")):
+        assert has_secret(stream) == whose
         assert "hunter2" not in json.dumps(definition(stream))
         assert "***" not in json.dumps(definition(from_definition(definition(stream))))
     assert from_definition(definition(at_source)).source.uri == back

@@ -188,4 +188,6 @@ def _print_findings(source: str, found: list[Finding]) -> None:
     for one in found:
         if one.fix and one.severity is not Severity.OK:
             # Outside the table, so that it can be copied as it is.
-            out.print(f"{one.check}{f' ({one.table})' if one.table else ''}: {one.fix}")
+            # Of several targets the message says which one it is of.
+            whose = one.table or (one.message.partition(":")[0] if one.check == "target" else None)
+            out.print(f"{one.check}{f' ({whose})' if whose else ''}: {one.fix}")

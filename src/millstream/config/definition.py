@@ -117,10 +117,11 @@ def _dead_letters(value: Mapping[str, Any] | None) -> DeadLetters:
     return DeadLetters(OnReject(value["on_reject"]), value["max"], OnOverflow(value["on_overflow"]))
 
 
-def has_secret(spec: StreamSpec) -> bool:
-    """Whether a password stands in the stream itself: it cannot be written down then without losing it."""
-    uris = [spec.source.uri, *(target.options.get("uri") for target in spec.targets)]
-    return any(isinstance(uri, str) and redact(uri) != uri for uri in uris)
+def has_secret(spec: StreamSpec) -> str | None:
+    """Whose URI a password stands in, if one does: the stream cannot be written down then without losing it."""
+    uris = [("its source", spec.source.uri)]
+    uris += [(f"its target {target.name}", str(target.options.get("uri", ""))) for target in spec.targets]
+    return next((whose for whose, uri in uris if redact(uri) != uri), None)
 
 
 def _without_stars(options: Mapping[str, Any]) -> Mapping[str, Any]:

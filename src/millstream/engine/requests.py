@@ -250,9 +250,10 @@ def unpacked(answer: Mapping[str, Any]) -> Json:
 def as_arguments(streams: Sequence[StreamSpec]) -> Json:
     """Streams for a request. Raises ConfigError for one with a password in it: that is never written down."""
     for stream in streams:
-        if has_secret(stream):
+        whose = has_secret(stream)
+        if whose is not None:
             raise ConfigError(
-                f"stream {stream.name}: a password stands in the URI of its source, and is never written down",
+                f"stream {stream.name}: a password stands in the URI of {whose}, and is never written down",
                 hint="take it out and name where it is: auth_ref: env:NAME or file:PATH",
             )
     return {"streams": [definition(stream) for stream in streams]}

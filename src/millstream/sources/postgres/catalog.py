@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any
 
 from millstream.model import Column, Relation
@@ -132,6 +133,13 @@ class Selection:
     findings: tuple[Finding, ...]
 
 
+_NAMES = """
+SELECT n.nspname || '.' || c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE c.relkind IN ('r', 'p') AND n.nspname NOT LIKE 'pg\\_%' AND n.nspname NOT IN ('information_schema', '_millstream')
+LIMIT 10000
+"""
+
+
 def select(conn: Connection, patterns: Sequence[str]) -> Selection:
     """The capturable tables that the patterns name, and a finding for whatever they name in vain.
 
@@ -144,7 +152,7 @@ def select(conn: Connection, patterns: Sequence[str]) -> Selection:
         condition=_BY_PATTERN,
         parameters={"schemas": [p.schema for p in wanted], "names": [p.name for p in wanted]},
     )
-    findings = _unmatched(wanted, found)
+    findings = _unmatched(conn, wanted, found)
     usable = []
     for table in found:
         named = any(p.literal and p.matches(table.relation.schema, table.relation.name) for p in wanted)
@@ -310,15 +318,29 @@ def _column(c: Mapping[str, Any], facts: IdentityFacts) -> Column:
     )
 
 
-def _unmatched(wanted: Sequence[Pattern], found: Sequence[Table]) -> list[Finding]:
+def _unmatched(conn: Connection, wanted: Sequence[Pattern], found: Sequence[Table]) -> list[Finding]:
     unmatched = [p for p in wanted if not any(p.matches(t.relation.schema, t.relation.name) for t in found)]
-    fix = "correct its name in `tables` (upper and lower case count), or create it"
+    known = _names(conn) if any(p.literal for p in unmatched) else []
     return [
-        Finding("tables", Severity.ERROR, f"table {p.text} does not exist", fix, p.text)
+        Finding("tables", Severity.ERROR, f"table {p.text} does not exist", _meant(p, known), p.text)
         if p.literal
         else Finding("tables", Severity.WARNING, f"no table matches {p.text} now", None, p.text)
         for p in unmatched
     ]
+
+
+def _names(conn: Connection) -> list[str]:
+    """The tables of users that there are, as one would write them in `tables`."""
+    with translated("reading the catalog"):
+        names = [name for (name,) in conn.execute(_NAMES.encode()).fetchall()]
+    # In a database without an encoding names are bytes.
+    return [name for name in names if isinstance(name, str)]
+
+
+def _meant(pattern: Pattern, known: Sequence[str]) -> str:
+    near = get_close_matches(pattern.text, known, n=1, cutoff=0.75)
+    fix = "correct its name in `tables` (upper and lower case count), or create it"
+    return f"did you mean {near[0]}? Else {fix}" if near else fix
 
 
 def _uncapturable(table: Table, reason: str, *, named: bool) -> Finding:

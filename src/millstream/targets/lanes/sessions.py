@@ -58,6 +58,11 @@ _REFUSED: tuple[tuple[str, str], ...] = (
 )
 """Libpq tells no SQLSTATE for a refused connection, only the server's sentence."""
 
+_AROUND = re.compile(
+    r"connection failed: |connection to server at [^ ]+(?: \([^)]*\))?,? (?:port \d+ )?failed: "
+    r"|\s*Is the server running[^?]*\?"
+)
+
 PREPARED = 2000
 """So many statements stay prepared in a session: a few for each table."""
 
@@ -167,7 +172,8 @@ def _connect(uri: str, auth_ref: str | None) -> Session:
         parameters = conninfo_to_dict(uri)
     except psycopg.Error:
         raise ConfigError("the target's uri is not one of Postgres", hint="postgresql://user@host/database") from None
-    where = f"{parameters.get('host', 'localhost')}/{parameters.get('dbname', parameters.get('user', ''))}"
+    port = f":{parameters['port']}" if "port" in parameters else ""
+    where = f"{parameters.get('host', 'localhost')}{port}/{parameters.get('dbname', parameters.get('user', ''))}"
     if auth_ref is not None:
         parameters["password"] = resolve(auth_ref).reveal()
     conninfo = make_conninfo("", **{**_CONNECTION, **parameters})
@@ -210,8 +216,8 @@ def _refused(said: str, where: str) -> TargetError:
 
 
 def _sentence(said: str) -> str:
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return lines[-1] if lines else "no reason given"
+    """What libpq says without what our own sentence has already: where it was to connect to."""
+    return _AROUND.sub("", " ".join(said.split())) or "no reason given"
 
 
 @contextmanager
