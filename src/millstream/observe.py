@@ -13,6 +13,11 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 
+def counted(count: int, what: str) -> str:
+    """So many of something, in words of an event or a result: 1 row, 1,204 rows."""
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
 class Level(enum.IntEnum):
     """How much an event matters to a person. The numbers are those of `logging`."""
 

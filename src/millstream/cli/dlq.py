@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from millstream.cli.columns import Column, print_columns
-from millstream.cli.output import Home, Json, console, counted, print_json
+from millstream.cli.output import Home, Json, console, print_json
 from millstream.errors import ConfigError
+from millstream.observe import counted
 
 if TYPE_CHECKING:
     from millstream.engine.engine import Engine

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from millstream.cli.journal_prune import prune
-from millstream.cli.output import Home, Json, console, counted, print_json
+from millstream.cli.output import Home, Json, console, print_json
+from millstream.observe import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from millstream.cli.output import Home, Json, console, counted, print_json, size
+from millstream.cli.output import Home, Json, console, print_json, size
 from millstream.errors import ConfigError
+from millstream.observe import counted
 
 
 def prune(

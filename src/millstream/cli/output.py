@@ -63,11 +63,6 @@ def size(count: int | None) -> str:
     return f"{amount:.0f} B" if units[0] == "B" else f"{amount:.1f} {units[0]}"
 
 
-def counted(count: int, what: str) -> str:
-    """So many of something: 1 row, 1,204 rows."""
-    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
-
-
 def seconds(count: float | None) -> str:
     """A duration for people: 0.4 s, 3 min, 2 h."""
     if count is None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from millstream.cli.columns import Column, print_columns
-from millstream.cli.output import Home, Json, console, counted, print_json, seconds, size
+from millstream.cli.output import Home, Json, console, print_json, seconds, size
+from millstream.observe import counted
 
 if TYPE_CHECKING:
     from millstream.engine.engine import Engine

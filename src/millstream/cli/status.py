@@ -8,7 +8,8 @@ import typer
 from rich.markup import escape
 
 from millstream.cli.columns import Column, print_columns
-from millstream.cli.output import Home, Json, console, counted, how_far, print_json, seconds, size
+from millstream.cli.output import Home, Json, console, how_far, print_json, seconds, size
+from millstream.observe import counted
 
 if TYPE_CHECKING:
     from rich.text import Text

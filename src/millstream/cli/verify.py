@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from millstream.cli.columns import Column, print_columns
-from millstream.cli.output import Home, Json, console, counted, print_json
+from millstream.cli.output import Home, Json, console, print_json
+from millstream.observe import counted
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -23,7 +23,7 @@ from millstream.engine.watching import watched
 from millstream.errors import SourceHalted
 from millstream.failpoint import failpoint
 from millstream.model import Json, SeqRange, SourceSpec
-from millstream.observe import Level
+from millstream.observe import Level, counted
 from millstream.sources import take_snapshot
 from millstream.sources.base import Snapshot, SnapshotPlan
 from millstream.spark.baseline import BaselinePlan
@@ -93,7 +93,9 @@ class Baseline:
             tables = sorted({chunk.relation.table for chunk in found.chunks})
             self._tell(
                 "snapshot.started",
-                f"reading {len(tables)} tables, about {found.estimated_rows:,} rows, in {len(found.chunks)} chunks",
+                # A table that was never analyzed has no estimate.
+                f"reading {counted(len(tables), 'table')} in {counted(len(found.chunks), 'chunk')}"
+                + (f", about {counted(found.estimated_rows, 'row')}" if found.estimated_rows else ""),
                 Level.INFO,
                 {"tables": tables, "chunks": len(found.chunks), "rows": found.estimated_rows, "epoch": begun.epoch},
             )
@@ -105,7 +107,7 @@ class Baseline:
         seconds = time.monotonic() - started
         self._tell(
             "snapshot.finished",
-            f"{result.rows:,} rows of {len(tables)} tables in {seconds:.1f} s",
+            f"{counted(result.rows, 'row')} of {counted(len(tables), 'table')} in {seconds:.1f} s",
             Level.INFO,
             {"rows": result.rows, "bytes": result.bytes, "seconds": round(seconds, 3), "tables": result.tables},
         )

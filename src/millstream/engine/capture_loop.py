@@ -22,7 +22,7 @@ from millstream.failpoint import failpoint
 from millstream.journal.format import SEGMENT_BYTES
 from millstream.journal.writer import JournalWriter, journal_exists
 from millstream.model import AckPolicy, Json
-from millstream.observe import Event, Level
+from millstream.observe import Event, Level, counted
 from millstream.sources.base import Block, Look, Severity, Source, SourceIdentity
 
 COMMIT_SECONDS = 0.025
@@ -232,7 +232,7 @@ class CaptureLoop:
             )
         # Raises while the source cannot be reached, which preflight would report as a finding.
         tables = [relation.table for relation in self._source.relations(self._spec.tables)]
-        self._event("capture.first_start", f"preparing to capture {len(tables)} tables", tables=tables)
+        self._event("capture.first_start", f"preparing to capture {counted(len(tables), 'table')}", tables=tables)
         self._preflight()
         identity = self._source.prepare()
         start = identity.start

@@ -31,7 +31,7 @@ from millstream.errors import ConfigError, NotSupported, VerifyFailed
 from millstream.journal import JournalReader
 from millstream.journal.places import position_text
 from millstream.model import Relation, StreamSpec, TargetSpec
-from millstream.observe import Event, Level, Observer
+from millstream.observe import Event, Level, Observer, counted
 from millstream.sources import take_snapshot
 from millstream.sources.base import SnapshotPlan
 from millstream.spark.baseline import BaselinePlan
@@ -296,9 +296,10 @@ class TargetVerification:
         wrong = [table for table in verdict.tables if table.differences]
         repaired = sum(table.differences for table in wrong if table.repaired)
         left = sum(table.differences for table in wrong if not table.repaired)
-        said = f"{verdict.rows:,} rows of {len(verdict.tables)} tables are equal at {verdict.position}"
+        said = f"equal at {verdict.position}: {counted(verdict.rows, 'row')} of {counted(len(verdict.tables), 'table')}"
         if wrong:
-            said = f"{left:,} rows of {len(wrong)} tables differ, {repaired:,} are repaired, at {verdict.position}"
+            rows, tables = counted(left + repaired, "row"), counted(len(wrong), "table")
+            said = f"different at {verdict.position}: {rows} of {tables}, of which {repaired:,} repaired"
         kind = "verify.equal" if not wrong else "verify.repaired" if not left else "verify.different"
         level = Level.INFO if not wrong else Level.WARNING if not left else Level.ERROR
         fields = {name: value for name, value in verdict.to_json().items() if name != "tables"}

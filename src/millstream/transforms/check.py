@@ -10,6 +10,7 @@ from millstream.changelog import exposed
 from millstream.config.kinds import is_mirror, keeps_history
 from millstream.errors import ConfigError, MillstreamError
 from millstream.model import Column, Relation, StreamSpec
+from millstream.observe import counted
 from millstream.secrets import resolve
 from millstream.sources.base import Finding, Severity
 from millstream.sources.patterns import matcher
@@ -43,7 +44,7 @@ def shape_findings(stream: StreamSpec, relations: Sequence[Relation], analyst: A
             found += _unsent(stream, relation, bound)
         found += history_findings(stream, relation if bound is None else bound.relation)
     if not any(one.severity is Severity.ERROR for one in found):
-        message = f"the filters and transforms of stream {stream.name} fit its {len(relations)} tables"
+        message = f"the filters and transforms of stream {stream.name} fit its {counted(len(relations), 'table')}"
         found.append(Finding("transforms", Severity.OK, message))
     return found
 
