@@ -13,9 +13,8 @@ import pytest
 
 from millstream import Engine, Mode, StreamSpec, StreamState, TargetSpec, TargetStatus
 from millstream.embedded import EmbeddedPostgres
-from millstream.engine import delivery
 from tests.fixtures.capture import source_spec
-from tests.fixtures.delivery import Impatient
+from tests.fixtures.delivery import hardly_wait
 from tests.fixtures.disks import mounted
 from tests.fixtures.engines import QUICK, await_that
 from tests.fixtures.postgres import Database, once_free, short_lived
@@ -95,7 +94,7 @@ class Shop:
 def shop(
     engine: Engine, database: Database, other: EmbeddedPostgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Shop]:
-    monkeypatch.setattr(delivery, "Backoff", Impatient)
+    hardly_wait(monkeypatch)
     name = f"copy_{database.name}"
     maintenance = Database(other, "postgres")
     maintenance.sql(f"CREATE DATABASE {name} OWNER writer")

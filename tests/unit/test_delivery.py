@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from py4j.protocol import Py4JError
 
-from millstream.engine import batch, delivery
+from millstream.engine import batch, batches, delivery
 from millstream.engine.batch import collected
 from millstream.engine.opening import Opened
+from millstream.engine.retrying import ONCE_TRIES
 from millstream.errors import (
     JournalCorrupt,
     JournalMismatch,
@@ -28,7 +29,7 @@ from millstream.model import BatchLimits, Retention, SeqRange, StreamState
 from millstream.spark.stage import describe
 from millstream.state.base import EpochRecord
 from millstream.targets.base import Receipt, Target
-from tests.fixtures.delivery import Bench, Impatient
+from tests.fixtures.delivery import Bench, hardly_wait
 from tests.fixtures.inprocess import FakeSpark, InProcessQuery
 from tests.fixtures.journals import Journal, delivered, shop_table
 
@@ -38,7 +39,7 @@ TWENTY = BatchLimits(max_ms=0, max_bytes=1 << 30, max_events=20)
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(delivery, "SliceQuery", InProcessQuery)
-    monkeypatch.setattr(delivery, "Backoff", Impatient)
+    hardly_wait(monkeypatch)
     return Bench(FakeSpark(), tmp_path, new_journal(tmp_path / "journal"))  # type: ignore[arg-type]
 
 
@@ -96,7 +97,7 @@ def test_a_run_with_an_end_gives_up_at_last(bench: Bench) -> None:
     trade(bench.journal)
     query = run(bench, failing(*(TargetUnavailable("gone") for _ in range(100))))
     assert (query.state, str(query.error)) == (StreamState.FAILED, "gone")
-    assert len(bench.watching.of("delivery.retry")) == delivery.ONCE_TRIES
+    assert len(bench.watching.of("delivery.retry")) == ONCE_TRIES
 
 
 def test_a_publish_that_failed_after_its_work_is_not_done_twice(bench: Bench) -> None:
@@ -137,7 +138,7 @@ def test_a_lost_worker_is_tried_again_but_a_lost_spark_is_not(bench: Bench, monk
             raise lost.pop()
         return batch.run_batch(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(delivery, "run_batch", run_batch)
+    monkeypatch.setattr(batches, "run_batch", run_batch)
     assert bench.deliver_all().error is None
     assert delivered(bench.log) == bench.journal.written
     trade(bench.journal)

@@ -15,7 +15,7 @@ from py4j.protocol import Py4JNetworkError
 
 from millstream import Engine, StreamSpec, StreamState, TargetSpec
 from millstream.config.definition import definition
-from millstream.engine import delivery, running
+from millstream.engine import batches, running
 from millstream.engine.replay import Replay
 from millstream.errors import NotReady, SparkEnded, TargetUnavailable
 from millstream.model import SeqRange
@@ -245,7 +245,7 @@ def test_an_engine_whose_spark_is_gone_ends_at_once_and_says_so(
         raise said
 
     monkeypatch.setattr(FakeSpark, "isStopped", lost)
-    monkeypatch.setattr(delivery, "run_batch", lost)
+    monkeypatch.setattr(batches, "run_batch", lost)
     script.insert("public.orders", id=1, note="one")
     await_that(lambda: not engine.is_running)
     assert isinstance(engine.failure, SparkEnded)

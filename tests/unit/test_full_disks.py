@@ -14,9 +14,8 @@ import pytest
 from deltalake import DeltaTable
 
 from millstream import Engine, StreamState, TargetSpec, TargetStatus
-from millstream.engine import delivery
 from millstream.testing import Script
-from tests.fixtures.delivery import Impatient
+from tests.fixtures.delivery import hardly_wait
 from tests.fixtures.disks import Disk, mounted
 from tests.fixtures.engines import QUICK, await_that, delivered, stream
 
@@ -29,7 +28,7 @@ Rows = list[tuple[int, str]]
 
 @pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
-    monkeypatch.setattr(delivery, "Backoff", Impatient)
+    hardly_wait(monkeypatch)
     with mounted(tmp_path / "disk", "4m") as made:
         yield made
 

@@ -1,16 +1,14 @@
 """Delivery of one stream to one target: a query of its own, with its own cursor, retries and failure.
 
-The batch function delivers everything and saves the cursor, or raises. It never swallows an
-interruption: Spark takes a return for success and would commit a batch that was not delivered.
-Retries live inside it and wait on an event that `stop` sets. Truth is the target's cursor, or the
-state store's for a target that keeps none; Spark's logs only schedule.
+What one batch does is in `batches`; here is what comes before the first one (a baseline, a restore, a replay), between
+two queries and at the end. Truth is the target's cursor, or the state store's for a target that keeps none; Spark's
+logs only schedule.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from py4j.protocol import Py4JError
@@ -21,44 +19,34 @@ from millstream.config.kinds import is_mirror
 from millstream.engine.account import Account
 from millstream.engine.backoff import Backoff
 from millstream.engine.baseline import Baseline
-from millstream.engine.batch import run_batch
+from millstream.engine.batches import Batches, CursorCallback
 from millstream.engine.chunk_jobs import BaselineStopped
-from millstream.engine.delivery_errors import check_spark, ended_by, is_transient, kind_of, unexpected
-from millstream.engine.gate import GATE_SECONDS, AtGate, Gate
+from millstream.engine.delivery_errors import check_spark, ended_by, is_transient, unexpected
+from millstream.engine.gate import GATE_SECONDS, Gate
 from millstream.engine.letters import LetterBox
-from millstream.engine.opening import Opened, Opening, from_micros
+from millstream.engine.opening import Opened, Opening
 from millstream.engine.reload import can_reload
 from millstream.engine.reloading import Reloading
 from millstream.engine.replaying import Replaying, ReplayStopped
+from millstream.engine.retrying import Retrying
 from millstream.engine.startup import Startup
 from millstream.engine.turns import Turns
 from millstream.engine.uncaptured import NoJournal
-from millstream.errors import JournalError, MillstreamError, OutOfRange
-from millstream.failpoint import failpoint
-from millstream.model import Cursor, Json, Mode, SeqRange, StreamSpec, StreamState, TargetSpec
+from millstream.errors import MillstreamError, OutOfRange
+from millstream.model import Cursor, Json, Mode, StreamSpec, StreamState, TargetSpec
 from millstream.observe import Event, Level, Observer
-from millstream.spark.partition import cores_of, share_out
-from millstream.spark.query import CheckpointUnusable, SliceQuery
+from millstream.spark.partition import cores_of
+from millstream.spark.query import SliceQuery
 from millstream.spark.slices import SliceOptions
-from millstream.spark.stage import reached
 from millstream.spark.tables import OwnTables
 from millstream.state.base import StateStore
 from millstream.targets.base import Target
 from millstream.transforms.shape import Shaping
 
-ONCE_TRIES = 8
-"""How often a run with an end tries in vain (for about a minute) before it fails; one without an end never gives up."""
-
 BROKEN = (StreamState.FAILED, StreamState.NEEDS_RELOAD)
 """States that a delivery does not leave by itself."""
 
 SETTLE_SECONDS = 10.0
-
-CursorCallback = Callable[[Cursor], None]
-
-
-class DeliveryStopped(Exception):
-    """Raised inside a batch when the query is asked to end: the batch is not delivered and comes again."""
 
 
 class DeliveryQuery:
@@ -111,7 +99,6 @@ class DeliveryQuery:
         )
         self._startup = Startup(stream, target_spec, target, store, self._opening.journal, self._emit)
         self._gate = Gate(stream, target_spec.name, locations, store, tables, reloads=can_reload(target))
-        self._gated = False
         self._replaying = Replaying(stream, target_spec, target, store, self._emit)
         self._turns = Turns()
         self._reloading = Reloading(stream, target_spec, target, store, self._opening, self._turns, self._emit)
@@ -119,24 +106,29 @@ class DeliveryQuery:
         self.stopping = threading.Event()
         """Set once `stop` was asked for; a batch that waits then gives up."""
         self._settled = threading.Event()
-        self._idle = threading.Condition()
-        self._in_batch = False
+        self._account = Account()
+        self._retrying = Retrying(self.stopping, self._emit, once=once)
+        self._batches = Batches(
+            spark,
+            target,
+            self._opening,
+            self._letters,
+            self._gate,
+            self._turns,
+            self._account,
+            self._retrying,
+            self.stopping,
+            self._emit,
+            on_cursor,
+        )
         self._query: SliceQuery | None = None
-        self._opened: Opened | None = None
-        self._parallel = 1
-        self._fatal: MillstreamError | None = None
         self._distrust: str | None = None
-        self._progressed = False
         self._thread = threading.Thread(
             target=self._run, name=f"delivery-{stream.name}-{target_spec.name}", daemon=True
         )
         self.state = StreamState.CREATED
         self.error: MillstreamError | None = None
-        self.planning_since = time.time()
-        """Unix time: no slice that was planned before is in use any more."""
-        self._retrying: str | None = None
         self._baseline: Baseline | None = None
-        self._account = Account()
 
     # For the engine
 
@@ -151,19 +143,24 @@ class DeliveryQuery:
         return self.state in (StreamState.STOPPED, StreamState.COMPLETE, *BROKEN)
 
     @property
+    def planning_since(self) -> float:
+        """Unix time: no slice that was planned before is in use any more."""
+        return self._batches.planning_since
+
+    @property
     def turns(self) -> Turns:
         """Whose turn it is at the target: who must have it for himself takes one."""
         return self._turns
 
     def status(self) -> Json:
         """What `millstream status` shows of this target."""
-        cursor = self.cursor
+        cursor, opened = self.cursor, self._batches.opened
         return {
             **self._account.counts,
-            "epoch": self._opened.epoch if self._opened else None,
+            "epoch": opened.epoch if opened else None,
             "seq": cursor.seq if cursor else None,
             "last_event": cursor.commit_ts.isoformat() if cursor and cursor.commit_ts else None,
-            "retrying": self._retrying,
+            "retrying": self._retrying.why,
             "snapshot": (self._baseline.progress or None) if self._baseline else self._reloading.filling.progress(),
             "startup": self._startup.said,
             "error": str(self.error) if self.error else None,
@@ -182,8 +179,7 @@ class DeliveryQuery:
         self.stopping.set()
         self._reloading.end()
         if drain:
-            with self._idle:
-                self._idle.wait_for(lambda: not self._in_batch, timeout)
+            self._batches.await_idle(timeout)
         while self._thread.is_alive():
             # A query that is just starting cannot be stopped yet: ask again until the thread is through.
             if self._query is not None:
@@ -233,16 +229,15 @@ class DeliveryQuery:
         if self._once and failure is None:
             return self._reloads
         check_spark(self._spark, failure)
-        if self._fatal is not None:
-            raise self._fatal
-        if self._gated:
-            self._gated = False
+        if self._batches.fatal is not None:
+            raise self._batches.fatal
+        if self._batches.gated:
             return True
         if query.unusable is not None:
             self._distrust = query.unusable
             return True
-        self._opening.probe(self._current())
-        if self._progressed:
+        self._opening.probe(self._batches.current)
+        if self._batches.progressed:
             backoff.reset()
         elif not query.reached_journal and backoff.attempts:
             # Twice in a row it did not even come to planning. A new epoch at the cursor is exact whatever it was.
@@ -250,15 +245,21 @@ class DeliveryQuery:
         return self._pause(backoff, failure)
 
     def _open(self) -> SliceQuery:
+        """Bring the target to where changes go on, and start the query that brings them."""
         restored = self._startup.restore(self._opening.is_new, self._begin_rows)
         if self._stream.mode is Mode.SNAPSHOT_THEN_CDC and self._opening.is_new():
             self._startup.baseline()
             self._run_baseline()
         reason = self._reloading.take_in_loss() or self._distrust or restored or self._replaying.reason()
         self._distrust = None
-        self._progressed = False
         opened = self._opening.open(reason)
-        self._opened = opened
+        self._batches.begin(opened)
+        self._note_opened(opened)
+        self._replay(opened)
+        self._await_gate(opened)
+        return self._start_query(opened)
+
+    def _note_opened(self, opened: Opened) -> None:
         self._startup.begun(opened.seq, opened.reason)
         if self._spec.name in self._store.needs_reload(self._stream.name):
             self._store.set_needs_reload(self._stream.name, self._spec.name, None)
@@ -269,20 +270,20 @@ class DeliveryQuery:
                 Level.INFO if opened.reason == "first start" else Level.WARNING,
                 {"epoch": opened.epoch, "start_seq": opened.start_seq, "reason": opened.reason},
             )
-        self._replay(opened)
-        self._await_gate(opened)
+
+    def _start_query(self, opened: Opened) -> SliceQuery:
         # Beside a comparison with the source nothing is copied: the target is brought to a position, and no further.
         self._reloads = self._until is None and self._reloading.begins()
         if self._reloads:
-            self._opened = self._reloading.remembering(opened)
-        self._parallel = cores_of(self._spark) if self._target.capabilities.parallel else 1
+            self._batches.go_on(self._reloading.remembering(opened))
+        parallel = self._batches.parallel = cores_of(self._spark) if self._target.capabilities.parallel else 1
         options = SliceOptions(
-            opened.plan.locations, opened.start_seq, self._spec.limits, self._parallel, ready="", until=self._until
+            opened.plan.locations, opened.start_seq, self._spec.limits, parallel, ready="", until=self._until
         )
         name = f"{self._stream.name}/{self._spec.name}"
         # A run with an end comes to it when the copies have.
         once = self._once and not self._reloads
-        query = SliceQuery(self._spark, name, options, opened.checkpoint, self._on_batch, once=once)
+        query = SliceQuery(self._spark, name, options, opened.checkpoint, self._batches.deliver, once=once)
         self._query = query
         query.start()
         if self._reloads:
@@ -300,7 +301,7 @@ class DeliveryQuery:
         """Copy tables beside the query. Afterwards batches go on as ever; a run with an end begins its last query."""
 
         def opens(now: Opened) -> None:
-            self._opened = now
+            self._batches.go_on(now)
             self._show_running()
 
         self._reloading.start(self._spark, opened, opens, query.stop if self._once else lambda: None)
@@ -335,7 +336,7 @@ class DeliveryQuery:
             self._run_baseline()
         cursor = self._opening.save_found()
         self.state = StreamState.COMPLETE
-        self._retrying = None
+        self._retrying.why = None
         self._settled.set()
         if cursor is not None and self._on_cursor is not None:
             self._on_cursor(cursor)
@@ -364,12 +365,10 @@ class DeliveryQuery:
 
     def _pause(self, backoff: Backoff, failure: Exception | None) -> bool:
         """Wait before the next try. False when the query was stopped meanwhile."""
-        if self._once and backoff.attempts >= ONCE_TRIES:
+        if self._retrying.is_enough(backoff):
             raise failure if isinstance(failure, MillstreamError) else unexpected(failure)
         self._settled.set()
-        delay = backoff.next()
-        self._retry_event(failure, delay, backoff.attempts)
-        return not self.stopping.wait(delay)
+        return self._retrying.wait(backoff, failure)
 
     def _fail(self, failed: MillstreamError) -> None:
         self.error = failed
@@ -380,120 +379,6 @@ class DeliveryQuery:
             self.state = StreamState.NEEDS_RELOAD
         fields = {"error": type(failed).__name__, "hint": failed.hint}
         self._emit("delivery.failed", failed.message, Level.ERROR, fields)
-
-    # A batch, on Spark's thread
-
-    def _on_batch(self, span: SeqRange) -> None:
-        with self._idle:
-            if self.stopping.is_set():
-                raise DeliveryStopped
-            self._in_batch = True
-        try:
-            failpoint("delivery.batch_started")
-            self._deliver_in_turn(span)
-            self.planning_since = time.time()
-        except MillstreamError as failed:
-            # A plain JournalError says that a segment has changed its form: the range is planned again.
-            if type(failed) is not JournalError:
-                self._fatal = failed
-            raise
-        except (AtGate, DeliveryStopped, CheckpointUnusable):
-            raise
-        except Exception as defect:
-            self._fatal = unexpected(defect)
-            raise
-        finally:
-            with self._idle:
-                self._in_batch = False
-                self._idle.notify_all()
-
-    def _deliver_in_turn(self, span: SeqRange) -> None:
-        """Deliver when no step of a copy is at work on the target, up to a gate if there is one."""
-        with self._turns.taken(self.stopping) as mine:
-            if not mine:
-                raise DeliveryStopped
-            opened = self._current()
-            ahead = SeqRange(max(span.start, self._opening.delivered_seq(opened)), span.end)
-            closed = self._gate.cut(ahead, opened.plan.after_position)
-            if closed is None:
-                self._deliver(span)
-            else:
-                self._deliver_before(span, closed.seq)
-
-    def _deliver_before(self, span: SeqRange, seq: int) -> None:
-        """Deliver of a batch what comes before a gate, and end the query: it is planned anew when the gate opens."""
-        if seq > span.start:
-            self._deliver(SeqRange(span.start, seq))
-        failpoint("delivery.gate_reached")
-        self._gated = True
-        raise AtGate
-
-    def _deliver(self, span: SeqRange) -> None:
-        backoff = Backoff()
-        while True:
-            try:
-                if self._opening.is_delivered(self._current(), span):
-                    self._catch_up(span)
-                else:
-                    self._try(span)
-                break
-            except (MillstreamError, PySparkException, Py4JError) as failed:
-                if self.stopping.is_set():
-                    # Not an error of ours: Spark cancelled the job because we asked it to.
-                    raise DeliveryStopped from failed
-                check_spark(self._spark, failed)
-                if not is_transient(failed) or (self._once and backoff.attempts >= ONCE_TRIES):
-                    raise
-                delay = backoff.next()
-                self._retry_event(failed, delay, backoff.attempts)
-                if self.stopping.wait(delay):
-                    raise DeliveryStopped from failed
-        if self._retrying is not None:
-            fields = {"failures": backoff.attempts}
-            self._emit("delivery.recovered", f"delivers again, up to seq {span.end}", Level.INFO, fields)
-        self._retrying = None
-
-    def _catch_up(self, span: SeqRange) -> None:
-        """Save the cursor of a batch that was published by a try, or a process, that came no further."""
-        cursor = self.cursor
-        if cursor is None or cursor.seq < span.end:
-            cut = self._opening.cut(span.end)
-            opened = self._current()
-            tallies = self._opening.tallies(opened, span)
-            done = self._opening.superseded(opened, span)
-            self._opening.save(opened, span.end, cut.resume_position, from_micros(cut.commit_ts_us), tallies, done)
-
-    def _try(self, span: SeqRange) -> None:
-        started = time.monotonic()
-        opened = self._current()
-        runs = share_out(self._opening.slices(span), self._parallel)
-        result = self._letters.deliver(opened.plan, lambda plan: run_batch(self._spark, plan, span, runs))
-        failpoint("delivery.staged")
-        cut = self._opening.cut(span.end)
-        self._target.publish(span, reached(cut, opened.plan), result.receipts)
-        failpoint("delivery.published")
-        at = from_micros(cut.commit_ts_us)
-        cursor = self._opening.save(opened, span.end, cut.resume_position, at, result.tallies, result.superseded)
-        failpoint("delivery.cursor_saved")
-        self._note(self._account.batch(span, result, cursor, time.monotonic() - started), cursor)
-
-    def _note(self, fields: Json, cursor: Cursor) -> None:
-        self._progressed = True
-        self._emit("delivery.batch", f"{fields['rows']} rows up to seq {fields['end']}", Level.DEBUG, fields)
-        if self._on_cursor is not None:
-            self._on_cursor(cursor)
-
-    def _current(self) -> Opened:
-        assert self._opened is not None  # noqa: S101 - a batch runs only in an opened query
-        return self._opened
-
-    # What others see
-
-    def _retry_event(self, failure: Exception | None, delay: float, failures: int) -> None:
-        why = failure.message if isinstance(failure, MillstreamError) else kind_of(failure)
-        self._retrying = why
-        fields = {"error": type(failure).__name__, "delay_ms": round(delay * 1000), "failures": failures}
-        self._emit("delivery.retry", f"{why}; trying again in {delay:.1f} s", Level.WARNING, fields)
 
     def _emit(self, kind: str, message: str, level: Level, fields: Json) -> None:
         self._observer.on_event(Event(kind, message, level, self._stream.name, self._spec.name, fields))

@@ -171,12 +171,12 @@ class Opening:
         """Whether the target lacks changes that the journal does not have any more. Raises as the target does."""
         header = self._journal.header()
         self._open_target(header, ASKING)
-        last = self._target.cursor() or self._saved()
+        last = self._target.cursor() or self.saved()
         return last is not None and last.journal_id == header.journal_id and last.seq + 1 < self._journal.first_seq()
 
     def skip(self) -> SeqRange:
         """Bring a target that is overtaken to the journal's end without what is in between. Returns what it lacks."""
-        header, head, own, saved = self._journal.header(), self._journal.head(), self._target.cursor(), self._saved()
+        header, head, own, saved = self._journal.header(), self._journal.head(), self._target.cursor(), self.saved()
         current, last = self._store.current_epoch(self._stream, self._name), own or saved
         if head is None or last is None:
             raise JournalMismatch("there is nothing that the target could lack")
@@ -198,7 +198,7 @@ class Opening:
         Raises TargetUnavailable when it turns out to have something: it is opened as it is then.
         """
         header, head = self._journal.header(), self._journal.head()
-        current, saved = self._store.current_epoch(self._stream, self._name), self._saved()
+        current, saved = self._store.current_epoch(self._stream, self._name), self.saved()
         epoch = max(current.epoch if current else 0, saved.epoch if saved else 0) + 1
         self._open_target(header, epoch)
         if self._target.cursor() is not None:
@@ -225,7 +225,7 @@ class Opening:
 
     def save_found(self) -> Cursor | None:
         """The cursor of a target that has something, saved if that was not: its process did not live to do it."""
-        own, saved = self._target.cursor(), self._saved()
+        own, saved = self._target.cursor(), self.saved()
         if own is not None and (saved is None or (saved.journal_id, saved.epoch) != (own.journal_id, own.epoch)):
             saved = Cursor(self._stream, self._name, own.journal_id, own.epoch, own.seq, own.position)
             self._store.save_cursor(saved)
@@ -238,7 +238,7 @@ class Opening:
 
     def delivered_seq(self, opened: Opened) -> int:
         """The truth: how far the target is."""
-        own = self._target.cursor() if self._target.capabilities.keeps_cursor else self._saved()
+        own = self._target.cursor() if self._target.capabilities.keeps_cursor else self.saved()
         return opened.seq if own is None or own.journal_id != opened.header.journal_id else own.seq
 
     def is_delivered(self, opened: Opened, span: SeqRange) -> bool:
@@ -313,11 +313,12 @@ class Opening:
         decoded = (assemble(part, relation, relation_id, "") for part in pieces(rows))
         return sum(batch.num_rows for batch in Shaped(self.shaping, relation, relation_id, decoded, skip=True))
 
-    def _saved(self) -> Cursor | None:
+    def saved(self) -> Cursor | None:
+        """How far the target is, as the state store has it."""
         return self._store.get_cursor(self._stream, self._name)
 
     def _decide(self, header: Header, current: EpochRecord | None, distrust: str | None) -> Decision:
-        saved = self._saved()
+        saved = self.saved()
         self._open_target(header, ASKING)
         own = self._target.cursor()
         decision = decide(
@@ -394,7 +395,7 @@ class Opening:
 
     def _save_opening(self, opened: Opened) -> None:
         """Bring the saved cursor to the truth: it may be a batch behind, or belong to an epoch that is over."""
-        saved = self._saved()
+        saved = self.saved()
         journal = opened.header.journal_id
         if saved is not None and (saved.journal_id, saved.epoch, saved.seq) == (journal, opened.epoch, opened.seq):
             return

@@ -7,15 +7,13 @@ does anything about it, and can be repeated: one that was interrupted is finishe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from millstream.config.definition import definition, from_definition, same_source
-from millstream.config.kinds import is_mirror
-from millstream.engine.commit import ack_position
+from millstream.config.definition import definition, from_definition
+from millstream.engine.admission import check_streams
 from millstream.engine.deletion import Deletion
 from millstream.engine.fit import open_target
 from millstream.engine.following import Following
@@ -25,20 +23,11 @@ from millstream.engine.redelivery import Outcome, Redelivery
 from millstream.engine.reload import AskedTables, Reload, ask_for_added
 from millstream.engine.replay import Asked, Replay
 from millstream.engine.status import unknown_stream
-from millstream.errors import (
-    ConfigError,
-    MillstreamError,
-    NotReady,
-    RequestFailed,
-    SecretError,
-    SourceError,
-    UnknownStream,
-)
+from millstream.errors import ConfigError, MillstreamError, NotReady, RequestFailed, UnknownStream
 from millstream.failpoint import failpoint
 from millstream.journal import JournalReader
-from millstream.model import Json, Mode, SourceSpec, StreamSpec
+from millstream.model import Json, StreamSpec
 from millstream.observe import Event, Level, Observer
-from millstream.sources import can_copy, open_source, shadowed_tables
 from millstream.state.base import Letter, StateStore
 
 if TYPE_CHECKING:
@@ -76,11 +65,7 @@ class Operations:
 
         A stream that is the same already is left alone. Raises ConfigError for what cannot be.
         """
-        for stream in streams:
-            check_stream(stream)
-        self._check_sources(streams)
-        for stream in streams:
-            self._check_shape(stream)
+        check_streams(self._store, streams, self.streams())
         for stream in streams:
             described, before = definition(stream), self._store.get_stream(stream.name)
             if before != described:
@@ -374,125 +359,8 @@ class Operations:
             raise UnknownStream(f"stream {name} has no target {target}: {there}")
         return [target]
 
-    def _check_sources(self, streams: Sequence[StreamSpec]) -> None:
-        """Streams on one source must agree on it, and a stream keeps its source."""
-        replaced = {stream.name for stream in streams}
-        gone = self._store.deletions()
-        for stream in streams:
-            if stream.name in gone:
-                raise ConfigError(
-                    f"stream {stream.name} is being deleted",
-                    hint=f"finish that first: millstream delete {stream.name}",
-                )
-            there = self._store.get_stream(stream.name)
-            if there is not None and there["source"]["name"] != stream.source.name:
-                raise ConfigError(
-                    f"stream {stream.name} reads source {there['source']['name']}, not {stream.source.name}",
-                    hint=f"a stream keeps its source: delete it first (millstream delete {stream.name}), or name "
-                    "the new one differently",
-                )
-        others = [spec for spec in self.streams() if spec.name not in replaced]
-        for stream in streams:
-            self._check_mode(stream, [*others, *streams])
-            for other in (*others, *streams):
-                if other.source.name == stream.source.name and not same_source(other.source, stream.source):
-                    raise ConfigError(
-                        f"streams {other.name} and {stream.name} describe source {stream.source.name} differently",
-                        hint="make all but `tables` equal, or give one of the sources another name",
-                    )
-        for source in {stream.source.name: stream.source for stream in streams}.values():
-            captured = [one for one in (*others, *streams) if one.mode is not Mode.SNAPSHOT]
-            sharing = {one.name: one.source.tables for one in captured if one.source.name == source.name}
-            _check_tables(source, sharing)
-
-    def _check_mode(self, stream: StreamSpec, others: Sequence[StreamSpec]) -> None:
-        """A copy stays a copy, and has its source for itself: nothing is captured for it."""
-        copies = stream.mode is Mode.SNAPSHOT
-        there = self._store.get_stream(stream.name)
-        if there is not None and (from_definition(there).mode is Mode.SNAPSHOT) != copies:
-            raise ConfigError(
-                f"stream {stream.name} has mode {there['mode']}, and cannot go on with mode {stream.mode.value}",
-                hint=f"delete it first (millstream delete {stream.name}) and give it empty targets, or name the new "
-                "one differently",
-            )
-        for other in others:
-            if other.source.name == stream.source.name and (other.mode is Mode.SNAPSHOT) != copies:
-                raise ConfigError(
-                    f"streams {stream.name} and {other.name} share source {stream.source.name}, and only one of them "
-                    "has mode snapshot, which captures nothing",
-                    hint="give the source another `name` in one of them",
-                )
-
-    def _check_shape(self, stream: StreamSpec) -> None:
-        """A mirror has the rows of the filters and transforms it began with: others would leave it half of each."""
-        there = self._store.get_stream(stream.name)
-        if there is None or from_definition(there).shape == stream.shape:
-            return
-        known = {target["name"] for target in there["targets"]}
-        begun = [
-            target.name
-            for target in stream.targets
-            if target.name in known and is_mirror(target) and self._store.get_cursor(stream.name, target.name)
-        ]
-        if begun:
-            raise ConfigError(
-                f"stream {stream.name}: its filters or transforms were changed, and {', '.join(begun)} has the rows "
-                "that the former ones left",
-                hint="give the target another name and place, so that it begins anew with the new ones",
-            )
-
     def _what(self, name: str, target: str | None) -> str:
         return f"stream {name}" if target is None else f"target {target} of stream {name}"
 
     def _tell(self, kind: str, message: str, stream: str, target: str | None = None) -> None:
         self._observer.on_event(Event(kind, message, stream=stream, target=target))
-
-
-def check_stream(stream: StreamSpec) -> None:
-    """Raise ConfigError, or NotSupported, for a stream that can never run. Connects to nothing."""
-    place = Home(".")
-    place.journal_path(stream.source.name)
-    if not stream.targets:
-        raise ConfigError(f"stream {stream.name} has no target")
-    names = [target.name for target in stream.targets]
-    for name in names:
-        place.checkpoint_path(stream.name, name)
-        if names.count(name) > 1:
-            raise ConfigError(f"stream {stream.name} has two targets named {name}")
-    if stream.mode is Mode.SNAPSHOT:
-        _check_copy(stream)
-    ack_position(stream.commit, stream.targets, {}, journal_id="", head=None, start_position=0)
-    open_source(stream.source).close()
-    for target in stream.targets:
-        open_target(target)
-
-
-def _check_tables(source: SourceSpec, streams: Mapping[str, Sequence[str]]) -> None:
-    """Raise ConfigError for a table that is captured under a name which is another stream's.
-
-    A source that cannot be asked now is asked when its streams start.
-    """
-    with suppress(SourceError, SecretError):
-        for found in shadowed_tables(source, streams):
-            raise ConfigError(found.message, hint=found.fix)
-
-
-def _check_copy(stream: StreamSpec) -> None:
-    """What a stream that only copies cannot have."""
-    can_copy(stream.source)
-    if stream.verify_every_ms is not None:
-        raise ConfigError(
-            f"stream {stream.name}: mode snapshot gets no changes, so that nothing can be compared with the source "
-            "later (`verify`)",
-            hint="leave `verify` out, or use mode snapshot_then_cdc",
-        )
-    if stream.snapshots is not None:
-        raise ConfigError(
-            f"stream {stream.name}: mode snapshot gets no changes for a restored target to go on with (`snapshots`)",
-            hint="leave `snapshots` out, or use mode snapshot_then_cdc",
-        )
-    if stream.source.retention or stream.source.journal:
-        raise ConfigError(
-            f"stream {stream.name}: mode snapshot has no journal that `retention` or `journal` could limit",
-            hint="leave them out, or use mode snapshot_then_cdc",
-        )
