@@ -27,7 +27,7 @@ from millstream.errors import (
 from millstream.journal import JournalReader, check_cursor, journal_exists
 from millstream.journal.format import SEGMENT_BYTES
 from millstream.model import Mode, SourceSpec, StreamSpec
-from millstream.observe import Observer
+from millstream.observe import Event, Level, Observer
 from millstream.sources import shadowed_tables
 from millstream.state.base import StateStore
 
@@ -73,6 +73,12 @@ class Capture:
         """Why capture cannot go on without a person."""
         supervisor = self._supervisor
         return self.failure or (supervisor.error if supervisor and supervisor.state == "halted" else None)
+
+    def halt(self, failed: MillstreamError) -> None:
+        """Nothing more can be captured, for this reason, which is told."""
+        self.failure = failed
+        fields = {"source": self.source.name, "error": type(failed).__name__, "hint": failed.hint}
+        self._observer.on_event(Event("capture.halted", failed.message, Level.ERROR, fields=fields))
 
     def check(self, streams: Iterable[str]) -> None:
         """Compare the streams' cursors and the journal before capture can write a row into one that is not theirs."""

@@ -19,9 +19,10 @@ from millstream.engine.home import Home
 from millstream.engine.operations import Operations
 from millstream.engine.reports import CaptureReport
 from millstream.engine.requests import RequestDesk
-from millstream.engine.running import TICK, RunningStreams
+from millstream.engine.running import RunningStreams
 from millstream.engine.snapshotter import Snapshotter
 from millstream.engine.spark_use import SparkUse
+from millstream.engine.ticker import TICK
 from millstream.engine.verifier import Verifier
 from millstream.errors import MillstreamError
 from millstream.model import StreamSpec, StreamState

@@ -1,7 +1,6 @@
 """The streams that a process runs: one capture per source, one query per stream and target.
 
-One thread, the *control*, changes what runs; a second one, the *ticker*, acknowledges and reports
-meanwhile, so that a pause that waits for its batch holds up nobody else.
+One thread, the *control*, changes what runs; a second one, the *ticker*, acknowledges and reports meanwhile.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from millstream.config.definition import from_definition
@@ -17,13 +16,14 @@ from millstream.engine.captures import Capture
 from millstream.engine.delivery import BROKEN, DeliveryQuery
 from millstream.engine.fit import open_target, tell_executors
 from millstream.engine.home import Home
+from millstream.engine.members import Delivery, Member, Roster, is_paused
 from millstream.engine.reload import given_up
-from millstream.engine.reporting import Reporter
+from millstream.engine.ticker import Ticker
 from millstream.engine.uncaptured import Uncaptured
 from millstream.engine.verify import Place
-from millstream.errors import JournalError, MillstreamError, SparkEnded, UnknownStream
+from millstream.errors import MillstreamError, SparkEnded, UnknownStream
 from millstream.failpoint import failpoint
-from millstream.model import Cursor, Mode, StreamSpec, StreamState, TargetSpec
+from millstream.model import Mode, StreamSpec, StreamState, TargetSpec
 from millstream.observe import Event, Level, Observer
 from millstream.spark.probe import is_local
 from millstream.spark.tables import OwnTables
@@ -32,20 +32,6 @@ from millstream.targets.base import Target
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-TICK = 0.1
-IDLE_TICK = 0.5
-"""Seconds after which the ticker looks although no cursor has moved: positions without rows move once a second."""
-PLAN_GRACE = 60.0
-"""Seconds a superseded segment outlives the start of the oldest batch that may refer to it."""
-
-
-@dataclass
-class Delivery:
-    """A query that was started, and what it was told of the stream's tables."""
-
-    query: DeliveryQuery
-    tables: OwnTables | None
 
 
 @dataclass(frozen=True)
@@ -56,22 +42,6 @@ class Held:
     stream: StreamSpec
     target: TargetSpec
     place: Place
-
-
-@dataclass
-class Member:
-    """A stream that runs here."""
-
-    spec: StreamSpec
-    deliveries: dict[str, Delivery] = field(default_factory=dict)
-    unfit: dict[str, MillstreamError] = field(default_factory=dict)
-    """Targets that could not even be made, and why: an option that is not known any more, a package that is missing."""
-    ready: bool = False
-    """Whether it was told that all targets deliver."""
-
-    @property
-    def name(self) -> str:
-        return self.spec.name
 
 
 class RunningStreams:
@@ -99,19 +69,10 @@ class RunningStreams:
         self._observer = observer
         self._once = once
         self._deliver = deliver
-        self._members: dict[str, Member] = {}
-        self._captures: dict[str, Capture] = {}
+        self._roster = Roster()
+        self._ticker = Ticker(self._roster, store, observer)
         self._fit: set[str] = set()
         """Sources whose journal the executors of the cluster were seen to reach."""
-        self._reporter = Reporter(store)
-        self._reporting = threading.Lock()
-        self._wake = threading.Event()
-        self._over = threading.Event()
-        self._ticker = threading.Thread(target=self._tick_on, name="ticker", daemon=True)
-        self._failure: Exception | None = None
-        """What the ticker died of, if it did."""
-        self._held: dict[tuple[str, str], str] = {}
-        """Targets that are being compared with their source, and how far that is: nothing is delivered to them."""
         self.on_leaving: Callable[[str], None] = lambda stream: None
         """Called before a stream, or the delivery to a target of it, is changed or ended."""
 
@@ -119,19 +80,19 @@ class RunningStreams:
 
     @property
     def members(self) -> list[Member]:
-        return list(self._members.values())
+        return self._roster.members
 
     @property
     def captures(self) -> list[Capture]:
-        return list(self._captures.values())
+        return self._roster.captures
 
     @property
     def queries(self) -> list[DeliveryQuery]:
-        return [delivery.query for member in self.members for delivery in list(member.deliveries.values())]
+        return self._roster.queries
 
     def spec(self, name: str) -> StreamSpec | None:
         """A stream as it was given to this process: with the password that may stand in its URI."""
-        found = self._members.get(name)
+        found = self._roster.by_name.get(name)
         return found.spec if found else None
 
     # Changes of what runs
@@ -139,89 +100,82 @@ class RunningStreams:
     def put(self, streams: Iterable[StreamSpec]) -> None:
         """Run these streams; one that runs already, and is not the same any more, from its cursors on."""
         for stream in streams:
-            member = self._members.get(stream.name)
+            member = self._roster.by_name.get(stream.name)
             if member is not None and member.spec != stream:
                 self.on_leaving(stream.name)
                 # A target that stays as it is goes on without a break, unless it gets other rows from now on.
                 before = (member.spec.shape, member.spec.source.tables)
                 reshaped = before != (stream.shape, stream.source.tables)
                 changed = {one.name for one in member.spec.targets if reshaped or one not in stream.targets}
-                self._stop(member.deliveries, changed)
+                member.stop(changed)
                 member.spec = stream
                 member.unfit.clear()
-            self._members.setdefault(stream.name, Member(stream))
+            self._roster.by_name.setdefault(stream.name, Member(stream))
         self._arrange()
 
     def remove(self, name: str) -> None:
         """Run this stream no more. Returns when its batches have ended; its capture too, if nobody else needs it."""
         self.on_leaving(name)
-        with self._reporting:
+        with self._ticker.silent():
             # From here on nothing is written down of it any more: its state may be removed.
-            member = self._members.pop(name, None)
+            member = self._roster.by_name.pop(name, None)
         if member is not None:
-            self._stop(member.deliveries)
+            member.stop(member.deliveries)
         self._arrange()
 
     def stop_targets(self, name: str, targets: Iterable[str]) -> None:
         """End the delivery to these targets. Returns when their batches have ended."""
         self.on_leaving(name)
-        member = self._members.get(name)
+        member = self._roster.by_name.get(name)
         if member is not None:
-            self._stop(member.deliveries, targets)
+            member.stop(targets)
 
     def hold(self, name: str, target: str) -> Held:
         """End the delivery to a target, and do not start it again before `let_go`. Returns when its batch has ended."""
-        member = self._members.get(name)
+        member = self._roster.by_name.get(name)
         spec = next((one for one in member.spec.targets if one.name == target), None) if member else None
         if member is None or spec is None:
             raise UnknownStream(f"stream {name} with a target {target} does not run here")
-        capture = self._captures[member.spec.source.name]
-        self._held[name, target] = ""
-        self._stop(member.deliveries, [target])
+        capture = self._roster.by_source[member.spec.source.name]
+        self._roster.held[name, target] = ""
+        member.stop([target])
         self.report()
         place = Place(capture.locations, self._home.checkpoint_path(name, target), self._own_tables(member.spec))
         return Held(self._spark(), member.spec, spec, place)
 
     def say(self, name: str, target: str, text: str) -> None:
         """How far the comparison of a held target is. From any thread."""
-        if (name, target) in self._held:
-            self._held[name, target] = text
+        if (name, target) in self._roster.held:
+            self._roster.held[name, target] = text
 
     def comparing(self, name: str) -> str:
         """The same to be read: of which target of the stream, and how far. From any thread."""
-        return next((f"{target}: {text}" for (stream, target), text in list(self._held.items()) if stream == name), "")
+        return next((f"{target}: {text}" for target, text in self._roster.held_of(name).items()), "")
 
     def let_go(self, name: str, target: str) -> None:
         """Deliver on to a target that was held. From any thread."""
-        self._held.pop((name, target), None)
+        self._roster.held.pop((name, target), None)
 
     def start_anew(self, name: str) -> None:
         """Give what has failed of this stream, or of its capture, another try."""
-        member = self._members.get(name)
+        member = self._roster.by_name.get(name)
         if member is None:
             return
-        self._stop(member.deliveries, [n for n, one in member.deliveries.items() if one.query.done])
+        member.stop([n for n, query in member.queries.items() if query.done])
         member.unfit.clear()
-        capture = self._captures[member.spec.source.name]
+        capture = self._roster.by_source[member.spec.source.name]
         if capture.error is not None:
             capture.failure = None
             if capture.started:
                 capture.restart()
-
-    def _stop(self, deliveries: dict[str, Delivery], targets: Iterable[str] | None = None) -> None:
-        for target in list(deliveries if targets is None else targets):
-            delivery = deliveries.get(target)
-            if delivery is not None:
-                delivery.query.stop()
-                del deliveries[target]
 
     def _arrange(self) -> None:
         """Let each capture serve exactly the streams that the home has on its source."""
         deleting = self._store.deletions()
         streams = [self._known(name) for name in self._store.list_streams() if name not in deleting]
         needed = {member.spec.source.name: member.spec.source for member in self.members}
-        for name in [name for name in self._captures if name not in needed]:
-            self._captures.pop(name).forget()
+        for name in [name for name in self._roster.by_source if name not in needed]:
+            self._roster.by_source.pop(name).forget()
         for name, source in needed.items():
             sharing = [stream for stream in streams if stream.source.name == name]
             tables = dict.fromkeys(pattern for stream in sharing for pattern in stream.source.tables)
@@ -231,13 +185,13 @@ class RunningStreams:
             for member in self.members:
                 if member.spec.source.name == name:
                     own = self._own_tables(member.spec)
-                    self._stop(member.deliveries, [t for t, one in member.deliveries.items() if one.tables != own])
-            if name in self._captures:
-                self._captures[name].change(whole, sharing)
+                    member.stop([t for t, one in member.deliveries.items() if one.tables != own])
+            if name in self._roster.by_source:
+                self._roster.by_source[name].change(whole, sharing)
             else:
                 copied = all(stream.mode is Mode.SNAPSHOT for stream in sharing)
                 kind = Uncaptured if copied else Capture
-                self._captures[name] = kind(whole, sharing, self._home, self._store, self._observer)
+                self._roster.by_source[name] = kind(whole, sharing, self._home, self._store, self._observer)
 
     def _own_tables(self, stream: StreamSpec) -> OwnTables | None:
         """What a delivery is told of its tables. None if there never were others in the journal."""
@@ -255,19 +209,15 @@ class RunningStreams:
         waiting = [capture for capture in self.captures if not capture.started and capture.failure is None]
         for capture in waiting:
             try:
-                capture.check([member.name for member in self._of(capture)])
+                capture.check([member.name for member in self._roster.of(capture)])
             except MillstreamError as failed:
-                capture.failure = failed
                 if strict:
+                    capture.failure = failed
                     raise
-                self._tell_halted(capture, failed)
+                capture.halt(failed)
         for capture in waiting:
             if capture.failure is None:
                 capture.start()
-
-    def _tell_halted(self, capture: Capture, failed: MillstreamError) -> None:
-        fields = {"source": capture.source.name, "error": type(failed).__name__, "hint": failed.hint}
-        self._observer.on_event(Event("capture.halted", failed.message, Level.ERROR, fields=fields))
 
     def advance(self, *, strict: bool = False) -> bool:
         """Start what can be started now, and say whether all runs that should. `strict`: raise what keeps it off."""
@@ -289,18 +239,12 @@ class RunningStreams:
                 except MillstreamError as failed:
                     if strict:
                         raise
-                    self._note_unfit(member, target.name, failed)
+                    member.note_unfit(target.name, failed, self._observer)
                 else:
                     self._start(member, target, made, capture)
         for member in self.members:
-            self._tell_ready(member)
+            member.tell_ready(self._store, self._observer)
         return settled
-
-    def _note_unfit(self, member: Member, target: str, failed: MillstreamError) -> None:
-        member.unfit[target] = failed
-        fields = {"error": type(failed).__name__, "hint": failed.hint}
-        event = Event("delivery.failed", failed.message, Level.ERROR, member.name, target, fields)
-        self._observer.on_event(event)
 
     def _is_ready(self, capture: Capture, *, strict: bool) -> bool:
         if strict:
@@ -312,12 +256,12 @@ class RunningStreams:
     def _due(self, capture: Capture) -> list[tuple[Member, TargetSpec]]:
         return [
             (member, target)
-            for member in self._of(capture)
+            for member in self._roster.of(capture)
             for target in member.spec.targets
             # The store is asked last, and not ten times a second while all that should run does.
             if self._deliver
             and target.name not in (member.deliveries | member.unfit)
-            and (member.name, target.name) not in self._held
+            and (member.name, target.name) not in self._roster.held
             and target.name not in given_up(self._store, member.name)
             and not is_paused(self._store, member.name, target.name)
         ]
@@ -336,34 +280,12 @@ class RunningStreams:
             self._home.checkpoint_path(member.name, target.name),
             self._observer,
             once=self._once,
-            on_cursor=self._on_cursor,
+            on_cursor=lambda _: self._ticker.wake(),
             tables=tables,
         )
         member.deliveries[target.name] = Delivery(query, tables)
         query.start()
         self.report()
-
-    def _tell_ready(self, member: Member) -> None:
-        """Say it once, when every target that is not paused delivers."""
-        states = {name: one.query.state for name, one in member.deliveries.items()}
-        if len(states) == len(member.spec.targets) and set(states.values()) == {StreamState.COMPLETE}:
-            self._tell_complete(member)
-            return
-        ready = bool(states) and set(states.values()) == {StreamState.RUNNING}
-        if ready and not member.ready:
-            left = [target.name for target in member.spec.targets if target.name not in states]
-            ready = all(is_paused(self._store, member.name, name) for name in left)
-        if ready and not member.ready:
-            message = f"stream {member.name} is ready: what is committed from now on is delivered"
-            self._observer.on_event(Event("stream.ready", message, stream=member.name))
-        member.ready = ready
-
-    def _tell_complete(self, member: Member) -> None:
-        """Say it once, when every target has its copy."""
-        if not member.ready:
-            message = f"stream {member.name} is complete: every target has a copy of the tables"
-            self._observer.on_event(Event("stream.complete", message, stream=member.name))
-        member.ready = True
 
     def _look_at_executors(self, spark: SparkSession, capture: Capture) -> None:
         """Tell before the first batch if a cluster is not fit. On one host there is nothing that could differ."""
@@ -372,15 +294,12 @@ class RunningStreams:
             tell_executors(spark, locations, self._observer)
             self._fit.add(capture.source.name)
 
-    def _of(self, capture: Capture) -> list[Member]:
-        return [member for member in self.members if member.spec.source.name == capture.source.name]
-
     # How it goes
 
     def caught_up(self, capture: Capture) -> bool:
         """Whether the targets that run here have all that is in the journal."""
         end = capture.report().source.get("seq") or 0
-        cursors = [cursor for member in self._of(capture) for cursor in self._store.cursors(member.name)]
+        cursors = [cursor for member in self._roster.of(capture) for cursor in self._store.cursors(member.name)]
         return all(cursor.seq >= end for cursor in cursors)
 
     def failed(self) -> bool:
@@ -395,82 +314,23 @@ class RunningStreams:
         """Acknowledge and report from now on, on a thread of its own."""
         self._ticker.start()
 
-    def _on_cursor(self, cursor: Cursor) -> None:
-        self._wake.set()
-
-    def _tick_on(self) -> None:
-        while not self._over.is_set():
-            self._wake.wait(min(IDLE_TICK, max(TICK, self._shortest_interval() / 2000)))
-            self._wake.clear()
-            try:
-                self.acknowledge()
-                self.report(due=True)
-            except Exception as failed:  # noqa: BLE001 - the control raises it
-                self._failure = failed
-                return
+    def report(self) -> None:
+        """Write down how things are, now. From any thread."""
+        self._ticker.report()
 
     def raise_failure(self) -> None:
         """Raise what the run must end for: the ticker, which acknowledges, has died, or Spark, which delivers, has."""
         ended = next((query.error for query in self.queries if isinstance(query.error, SparkEnded)), None)
-        if (failure := self._failure or ended) is not None:
+        if (failure := self._ticker.failure or ended) is not None:
             raise failure
-
-    def acknowledge(self) -> None:
-        """Tell each capture what all streams of its source have. From any thread."""
-        for capture in self.captures:
-            try:
-                capture.acknowledge()
-            except JournalError as broken:
-                # Its journal went from under it: that is its streams' trouble and nobody else's.
-                if capture.failure is None:
-                    capture.failure = broken
-                    self._tell_halted(capture, broken)
-
-    def report(self, everyone: StreamState | None = None, *, due: bool = False) -> None:
-        """Write down how things are; with `due`, as often as the shortest `checkpoint_interval` says. Any thread."""
-        if due and not self._reporter.is_due(self._shortest_interval()):
-            return
-        with self._reporting:
-            for capture in self.captures:
-                self._report_source(capture, everyone)
-
-    def _shortest_interval(self) -> int:
-        """Milliseconds between two reports of the stream that wants them most often."""
-        return min((member.spec.checkpoint_interval_ms for member in self.members), default=1000)
-
-    def _report_source(self, capture: Capture, everyone: StreamState | None) -> None:
-        if capture.started and capture.failure is None:
-            capture.retain()
-            self._note_overtaken(capture)
-        mine = [one.query for member in self._of(capture) for one in list(member.deliveries.values())]
-        if mine:
-            capture.release(min(query.planning_since for query in mine) - PLAN_GRACE)
-        report = capture.report()
-        for member in self._of(capture):
-            queries = {name: one.query for name, one in list(member.deliveries.items())}
-            held = {target: text for (stream, target), text in list(self._held.items()) if stream == member.name}
-            self._reporter.write(member.spec, report, queries, member.unfit, everyone, held)
-
-    def _note_overtaken(self, capture: Capture) -> None:
-        """Mark targets that stand still while the journal goes on without them; those that run find out themselves."""
-        for stream, target, what in capture.overtaken():
-            member = self._members.get(stream)
-            delivery = member.deliveries.get(target) if member is not None else None
-            if target in self._store.needs_reload(stream) or (delivery is not None and not delivery.query.done):
-                continue
-            self._store.set_needs_reload(stream, target, f"changes that it needs are gone: {what}")
-            message = f"target {target} of stream {stream} must begin anew: {what}"
-            self._observer.on_event(Event("delivery.needs_reload", message, Level.ERROR, stream, target))
 
     # The end
 
     def stop(self) -> None:
         """Finish batches, acknowledge what they delivered, say the last word, stop captures."""
-        self._over.set()
-        self._wake.set()
+        self._ticker.end()
         steps: list[Callable[[], None]] = [query.stop for query in self.queries]
-        steps += [self._ticker.join] if self._ticker.is_alive() else []
-        steps += [self._last_words]
+        steps += [self._ticker.join, self._last_words]
         steps += [capture.stop for capture in self.captures]
         for step in steps:
             self.attempt(step)
@@ -485,10 +345,5 @@ class RunningStreams:
 
     def _last_words(self) -> None:
         if all(capture.started for capture in self.captures):
-            self.acknowledge()
-            self.report(None if self.failed() else StreamState.STOPPED)
-
-
-def is_paused(store: StateStore, stream: str, target: str) -> bool:
-    """Whether this target was paused, alone or with its stream."""
-    return not store.paused(stream).isdisjoint({"", target})
+            self._ticker.acknowledge()
+            self._ticker.report(None if self.failed() else StreamState.STOPPED)

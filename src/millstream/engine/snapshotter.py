@@ -27,7 +27,8 @@ from millstream.state.base import StateStore
 
 if TYPE_CHECKING:
     from millstream.engine.delivery import DeliveryQuery
-    from millstream.engine.running import Member, RunningStreams
+    from millstream.engine.members import Member
+    from millstream.engine.running import RunningStreams
 
 SCHEDULE_SECONDS = 1.0
 """How often it is looked whether a snapshot is due."""
