@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from millstream.engine.home import Home
     from millstream.engine.replicator import Replicator
     from millstream.engine.runner import run
-    from millstream.engine.status import StreamStatus, TargetStatus, home_status
+    from millstream.engine.status import home_status
+    from millstream.engine.stream_status import StreamStatus, TargetStatus
     from millstream.engine.table_status import TableStatus
     from millstream.engine.verify_report import TableVerdict, TargetVerdict, VerifyReport
     from millstream.errors import MillstreamError
@@ -96,7 +97,8 @@ _ROOMS = {
     "millstream.engine.home": ("Home",),
     "millstream.engine.replicator": ("Replicator",),
     "millstream.engine.runner": ("run",),
-    "millstream.engine.status": ("StreamStatus", "TargetStatus", "home_status"),
+    "millstream.engine.status": ("home_status",),
+    "millstream.engine.stream_status": ("StreamStatus", "TargetStatus"),
     "millstream.engine.table_status": ("TableStatus",),
     "millstream.engine.verify_report": ("TableVerdict", "TargetVerdict", "VerifyReport"),
     "millstream.errors": ("MillstreamError",),

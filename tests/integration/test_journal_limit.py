@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from millstream import Engine, Mode, StreamSpec, StreamState, TargetSpec
-from millstream.engine.status import StreamStatus, TargetStatus
+from millstream.engine.stream_status import StreamStatus, TargetStatus
 from millstream.errors import NotReady
 from millstream.model import JournalLimit, OnFull
 from tests.fixtures.capture import source_spec

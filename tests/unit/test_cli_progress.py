@@ -12,7 +12,7 @@ from rich.console import Console
 from millstream.cli.log import Log
 from millstream.cli.progress import LiveDisplay, Progress, Summary
 from millstream.engine.home import Home
-from millstream.engine.status import TargetStatus
+from millstream.engine.stream_status import TargetStatus
 from millstream.model import StreamState
 from millstream.observe import Event, Level
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Self
 from millstream.cli.log import Log
 from millstream.cli.output import console, how_far, seconds
 from millstream.engine.home import Home
-from millstream.engine.status import TargetStatus, home_status
+from millstream.engine.status import home_status
+from millstream.engine.stream_status import TargetStatus
 from millstream.errors import MillstreamError
 from millstream.observe import Event
 

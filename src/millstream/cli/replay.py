@@ -12,7 +12,7 @@ from millstream.cli.output import Home, Json, console, print_json
 
 if TYPE_CHECKING:
     from millstream.engine.replay import Place
-    from millstream.engine.status import TargetStatus
+    from millstream.engine.stream_status import TargetStatus
     from millstream.model import Checkpoint
 
 

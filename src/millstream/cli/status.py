@@ -14,7 +14,7 @@ from millstream.observe import counted
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from millstream.engine.status import HomeStatus, StreamStatus, TargetStatus
+    from millstream.engine.stream_status import HomeStatus, StreamStatus, TargetStatus
 
 SHOWN_TABLES = 20
 """At most so many tables of a stream are listed."""

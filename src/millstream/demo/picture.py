@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from millstream.demo.shop import Tally
-from millstream.engine.status import StreamStatus
+from millstream.engine.stream_status import StreamStatus
 
 _STYLES = {"running": "green", "catching_up": "yellow", "paused": "magenta", "failed": "red", "snapshot": "cyan"}
 

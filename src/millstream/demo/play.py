@@ -26,7 +26,7 @@ from millstream.demo.shop import TABLES, Shop
 from millstream.embedded import EmbeddedPostgres
 from millstream.engine.engine import Engine as Streams
 from millstream.engine.home import Home
-from millstream.engine.status import StreamStatus
+from millstream.engine.stream_status import StreamStatus
 from millstream.engine.verify_report import VerifyReport
 from millstream.engine.verifying import verify
 from millstream.errors import DependencyError, MillstreamError

@@ -23,7 +23,8 @@ from millstream.engine.redelivery import Outcome
 from millstream.engine.reload import AskedTables
 from millstream.engine.replay import Asked, Place
 from millstream.engine.requests import RequestDesk, as_arguments, ask, unpacked, verify_order
-from millstream.engine.status import StreamStatus, home_status
+from millstream.engine.status import home_status
+from millstream.engine.stream_status import StreamStatus
 from millstream.engine.verify_report import VerifyReport
 from millstream.errors import MillstreamError, NotReady, RequestFailed, UnknownStream
 from millstream.model import Json, StreamSpec, StreamState

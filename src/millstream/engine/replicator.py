@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Protocol
 
-from millstream.engine.status import StreamStatus
+from millstream.engine.stream_status import StreamStatus
 from millstream.model import Checkpoint, StreamSpec
 
 
