@@ -237,7 +237,7 @@ def test_slices_whose_file_is_gone_are_found_again(journal: Journal) -> None:
     journal.writer.close()
     journal.writer = type(journal.writer).open(journal.path, segment_bytes=2000)
     fill(journal, 1)
-    while journal.writer._sealer.backlog:
+    while journal.writer._closed.backlog:
         journal.writer.maintain()
     journal.writer.drop_superseded(time.time() + 1)
     (piece,) = tasks[0].slices

@@ -20,7 +20,8 @@ from millstream.engine.retainer import Retainer
 from millstream.errors import JournalFull, PreflightError, SourceHalted, SourceUnavailable
 from millstream.failpoint import failpoint
 from millstream.journal.format import SEGMENT_BYTES
-from millstream.journal.writer import JournalWriter, journal_exists
+from millstream.journal.head import journal_exists
+from millstream.journal.writer import JournalWriter
 from millstream.model import AckPolicy, Json
 from millstream.observe import Event, Level, counted
 from millstream.sources.base import Block, Look, Severity, Source, SourceIdentity

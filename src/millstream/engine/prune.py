@@ -16,10 +16,10 @@ from millstream.engine.holders import Holder, holders, lowest
 from millstream.engine.home import Home
 from millstream.errors import ConfigError, JournalError, JournalLocked
 from millstream.journal import Header, JournalWriter, Pruned
+from millstream.journal.head import read_head, read_header
 from millstream.journal.manifest import FILE as MANIFEST
 from millstream.journal.manifest import Entry, Manifest
 from millstream.journal.retention import Due, PruneRequest, due, size_of
-from millstream.journal.writer import read_head, read_header
 from millstream.model import Json, Retention
 
 PATIENCE = 30.0

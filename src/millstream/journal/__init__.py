@@ -3,6 +3,7 @@
 from millstream.journal.cursors import check_cursor
 from millstream.journal.describe import JournalSummary, SegmentSummary, describe, rows
 from millstream.journal.format import JOURNAL, Head, Header, Slice
+from millstream.journal.head import journal_exists
 from millstream.journal.index import Cut
 from millstream.journal.looks import CatalogChange
 from millstream.journal.places import Earliest
@@ -12,7 +13,7 @@ from millstream.journal.rowcheck import Problem
 from millstream.journal.schemas import InForce
 from millstream.journal.slices import open_slice
 from millstream.journal.verify import verify
-from millstream.journal.writer import JournalWriter, journal_exists
+from millstream.journal.writer import JournalWriter
 
 __all__ = [
     "JOURNAL",

@@ -12,12 +12,12 @@ import pyarrow as pa
 from millstream.errors import JournalError
 from millstream.journal.catalog import Catalog
 from millstream.journal.format import Head, Header
+from millstream.journal.head import read_head, read_header
 from millstream.journal.index import in_seq_order
 from millstream.journal.manifest import FILE as MANIFEST
 from millstream.journal.manifest import Manifest
 from millstream.journal.reader import JournalReader, Retained
 from millstream.journal.slices import open_slice
-from millstream.journal.writer import read_head, read_header
 from millstream.model import SeqRange
 
 STEP_ROWS = 16 << 10

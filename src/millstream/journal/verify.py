@@ -14,6 +14,7 @@ from millstream.errors import JournalError
 from millstream.journal.ends import decode, ends_of
 from millstream.journal.files import HEAD, HEADER, SEGMENTS
 from millstream.journal.format import Head, Header
+from millstream.journal.head import read_head, read_header
 from millstream.journal.index import CUTS, INDEX, Records, in_seq_order, index_of
 from millstream.journal.manifest import FILE as MANIFEST
 from millstream.journal.manifest import Entry, Manifest
@@ -25,7 +26,6 @@ from millstream.journal.schemas import parse as parse_schemas
 from millstream.journal.segment import frames, record_batch, segment_name
 from millstream.journal.slices import EMPTY
 from millstream.journal.walk import walk_segment
-from millstream.journal.writer import read_head, read_header
 
 Progress = Callable[[int, int], None]
 """Called with bytes read so far and bytes in all."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -13,38 +12,26 @@ from typing import Any
 
 from millstream.errors import JournalError
 from millstream.failpoint import failpoint
-from millstream.journal.files import (
-    HEAD,
-    HEADER,
-    SEGMENTS,
-    disk_errors,
-    make_directory,
-    open_file,
-    replace_file,
-    sync_directory,
-)
+from millstream.journal.closed import ClosedSegments
+from millstream.journal.files import HEADER, SEGMENTS, disk_errors, make_directory, replace_file
 from millstream.journal.format import SEGMENT_BYTES, Head, Header
+from millstream.journal.head import HeadFile, journal_exists, read_head, read_header
 from millstream.journal.index import CUTS, INDEX
 from millstream.journal.lock import WriterLock, next_epoch
 from millstream.journal.looks import CatalogChange, LookFile
-from millstream.journal.manifest import Entry, Manifest
+from millstream.journal.manifest import Entry
 from millstream.journal.pending import FLUSH_BYTES, Pending
 from millstream.journal.pruned import Pruned
 from millstream.journal.reader import JournalReader
 from millstream.journal.recovery import recover
 from millstream.journal.relations import RelationLog
-from millstream.journal.retention import PruneRequest, at_most, due, pruned_after, removable, size_of
+from millstream.journal.retention import PruneRequest, at_most, due, size_of
 from millstream.journal.schemas import DEFAULT_TENANT, SchemaLog
-from millstream.journal.sealing import Sealed, Sealer
-from millstream.journal.segment import EVERY_FORM, OPEN_FORM, remove_segment, segment_name
+from millstream.journal.sealing import Sealer
+from millstream.journal.segment import segment_name
 from millstream.journal.tail import Tail
 from millstream.model import Json, Relation, Retention
 from millstream.sources.base import Block, Look
-
-
-def journal_exists(path: Path) -> bool:
-    """Whether a journal was created here, wholly: its header is the last thing `create` writes."""
-    return (path / HEADER).exists()
 
 
 class JournalWriter:
@@ -56,6 +43,9 @@ class JournalWriter:
     and a new one opened.
     """
 
+    head: Head
+    """As it was last published."""
+
     def __init__(
         self, path: Path, lock: WriterLock, header: Header, *, segment_bytes: int, flush_bytes: int, tenant: str
     ) -> None:
@@ -63,17 +53,13 @@ class JournalWriter:
         self.path = path
         self.header = header
         self._lock = lock
-        self._segments = path / SEGMENTS
         old = read_head(path)
         self._epoch = next_epoch(path)
         self._relations = RelationLog(path, old.relations_bytes if _same(old, header) and old else 0)
         state = recover(path, header, old, self._epoch)
-        self._manifest = state.manifest
-        self._superseded: dict[int, float | None] = dict.fromkeys(state.superseded)
-        """Segments in a form that nobody needs any more, and when the head began to say so."""
         self._pending = Pending(state.end)
         self._tail = Tail(
-            self._segments,
+            path / SEGMENTS,
             header.journal_id,
             self._epoch,
             mark=state.mark,
@@ -81,11 +67,10 @@ class JournalWriter:
             segment_bytes=segment_bytes,
         )
         self._flush_bytes = flush_bytes
-        self._sealer = Sealer(self._segments, header.journal_id, self._epoch, segment_bytes)
-        self._sealer.submit(*(entry for entry in state.manifest.entries if not entry.sealed))
-        with disk_errors(path / HEAD, "open the head"):
-            self._head_fd = open_file(path / HEAD, os.O_WRONLY | os.O_CREAT)
-        self.head = self._publish()
+        sealer = Sealer(path / SEGMENTS, header.journal_id, self._epoch, segment_bytes)
+        self._closed = ClosedSegments(path, state.manifest, state.superseded, sealer)
+        self._head_file = HeadFile(path)
+        self._publish()
         tables, reader = [one.table for one in self._relations.described], JournalReader([str(path)])
         self._schemas = SchemaLog(path, tables, state.end.seq, tenant, reader.schemas_of_rows)
         self._looks = LookFile(path)
@@ -247,14 +232,14 @@ class JournalWriter:
             self._write_rows()
             closed = self._tail.commit(self._pending.end)
             if closed:
-                self._save_manifest(self._manifest.adding(*closed))
-                self._sealer.submit(*(entry for entry in closed if not entry.sealed))
+                self._closed.add(*closed)
+                self._closed.submit(*closed)
         except JournalError:
             self._go_back()
             raise
         self._tail.accept()
         self._pending.clear()
-        self.head = self._publish()
+        self._publish()
         failpoint("journal.head_published")
         return self.head
 
@@ -282,19 +267,19 @@ class JournalWriter:
         Never more than two segments are in open form: the one that is closed here and the next. If
         sealing has not kept up with writing, the roll waits for it.
         """
-        while self._sealer.backlog:
-            self._sealer.start(self._manifest)
-            self._collect(wait=True)
+        while self._closed.backlog:
+            self._closed.seal_next()
+            self._closed.collect(wait=True)
         if not self._tail.at_commit:
             self._tail.roll_inside()
             failpoint("journal.rolled_inside")
             return
         entry = self._tail.close_segment()
-        self._save_manifest(self._manifest.adding(entry))
+        self._closed.add(entry)
         self._tail.next_segment()
         failpoint("journal.rolled")
-        self._sealer.submit(entry)
-        self._sealer.start(self._manifest)
+        self._closed.submit(entry)
+        self._closed.seal_next()
 
     def maintain(self) -> None:
         """Start and collect background sealing. Cheap; call it on every turn of the loop.
@@ -303,46 +288,19 @@ class JournalWriter:
         call) or JournalCorrupt. Unlike `append` and `commit` it leaves what is pending as it is:
         commit it before connecting again from `end`.
         """
-        if self._collect():
-            self.head = self._publish()
-        if self._tail.full and self._tail.at_commit and not self.pending and self._sealer.backlog == 0:
+        if self._closed.collect():
+            self._publish()
+        if self._tail.full and self._tail.at_commit and not self.pending and self._closed.backlog == 0:
             self._roll()
-            self.head = self._publish()
-        self._sealer.start(self._manifest)
-
-    def _collect(self, wait: bool = False) -> bool:
-        sealed = self._sealer.collect(wait)
-        if sealed is not None:
-            self._add_sealed(sealed)
-        return sealed is not None
-
-    def _add_sealed(self, sealed: Sealed) -> None:
-        self._save_manifest(self._manifest.adding(sealed.entry).without(sealed.absorbed))
-        self._superseded[sealed.entry.number] = None
-        if sealed.absorbed is not None:
-            self._superseded[sealed.absorbed] = None
-
-    def _save_manifest(self, manifest: Manifest) -> None:
-        manifest.save(self.path)
-        self._manifest = manifest
-        failpoint("journal.manifest_published")
+            self._publish()
+        self._closed.seal_next()
 
     def drop_superseded(self, planned_before: float) -> None:
         """Remove forms of segments whose next form was published before this unix time.
 
         The caller knows that no batch planned before that time is still running.
         """
-        ready = [number for number, since in self._superseded.items() if since is not None and since < planned_before]
-        sealed = {entry.number: entry.sealed for entry in self._manifest.entries} if ready else {}
-        for number in ready:
-            # What is not in the manifest has been taken over by the next one.
-            forms = OPEN_FORM if sealed.get(number) else EVERY_FORM if number not in sealed else ()
-            with disk_errors(self._segments, "remove a superseded segment"):
-                remove_segment(self._segments, number, forms)
-            del self._superseded[number]
-        if ready:
-            sync_directory(self._segments)
-            failpoint("journal.superseded_dropped")
+        self._closed.drop_superseded(planned_before)
 
     def retain(self, rule: Retention, lowest: int | None, now: float, most: int) -> Pruned | None:
         """Forget what is over the limits of `rule` and no longer needed, about so many segments at most.
@@ -350,8 +308,9 @@ class JournalWriter:
         `lowest` is the lowest seq that a target stands at; None: nobody needs anything. Not inside
         a transaction. None if nothing had to go.
         """
-        entries, rows = self._prunable()
-        size = self._open_bytes() + sum(size_of(entry) for entry in self._manifest.entries[len(entries) :])
+        entries = self._closed.prunable()
+        size = self._open_bytes() + sum(size_of(entry) for entry in self._closed.entries[len(entries) :])
+        rows = self._rows_after(entries)
         found = due(entries, rule, open_bytes=size, open_rows=rows, lowest=lowest, now_us=int(now * 1e6))
         going = at_most(found.entries, most)
         return self.prune(going[-1].number) if going else None
@@ -359,43 +318,23 @@ class JournalWriter:
     @property
     def size(self) -> int:
         """What the segments take on disk; the former forms of some, which go soon, not counted."""
-        return self._open_bytes() + sum(size_of(entry) for entry in self._manifest.entries)
+        return self._open_bytes() + self._closed.size
 
     def _open_bytes(self) -> int:
         mark = self._tail.mark
         return mark.length + mark.index_entries * INDEX.itemsize + mark.cut_entries * CUTS.itemsize
 
-    def _prunable(self) -> tuple[tuple[Entry, ...], int]:
-        """The closed segments that may go, and how many rows come after them. One that is being taken over stays."""
-        entries = self._manifest.entries
-        for count, entry in enumerate(entries):
-            if entry.number == self._sealer.absorbing:
-                return entries[:count], self._tail.end.seq - entry.first_seq + 1
-        return entries, self._tail.mark.rows
+    def _rows_after(self, entries: Sequence[Entry]) -> int:
+        """How many rows follow the first so many closed segments."""
+        staying = self._closed.entries[len(entries) :]
+        return self._tail.end.seq - staying[0].first_seq + 1 if staying else self._tail.mark.rows
 
     def prune(self, segment: int) -> Pruned | None:
         """Forget all closed segments up to this one, as far as transactions end with them.
 
         The caller knows that nobody needs them. Not inside a transaction. None if there are none.
         """
-        entries, rows = self._prunable()
-        going = removable(entries, segment, open_rows=rows)
-        if not going:
-            return None
-        pruned = pruned_after(self._manifest.pruned, going)
-        pruned.save(self.path)
-        failpoint("retention.decided")
-        self._save_manifest(self._manifest.after(pruned))
-        failpoint("retention.manifest_published")
-        self.head = self._publish()
-        taken_over = {number for number in self._superseded if number <= pruned.segment}
-        for number in sorted({entry.number for entry in going} | taken_over):
-            self._superseded.pop(number, None)
-            with disk_errors(self._segments, "remove a pruned segment"):
-                remove_segment(self._segments, number)
-            failpoint("retention.segment_removed")
-        sync_directory(self._segments)
-        return pruned
+        return self._closed.prune(segment, self._rows_after(self._closed.prunable()), self._publish)
 
     def prune_as_requested(self) -> Pruned | None:
         """Do what `millstream journal prune` has asked of this process, if it has. Not inside a transaction."""
@@ -408,21 +347,19 @@ class JournalWriter:
 
     def close(self) -> None:
         """Commit what is whole, keep every id that was given, stop sealing, release the lock. Idempotent."""
-        if self._head_fd < 0:
+        if self._head_file.closed:
             return
         try:
             self._relations.sync()
             self.commit()
-            if (sealed := self._sealer.close()) is not None:
-                self._add_sealed(sealed)
-                self.head = self._publish()
+            if self._closed.finish():
+                self._publish()
         finally:
-            self._sealer.close()
+            self._closed.close()
             self._tail.close()
             self._relations.close()
             self._schemas.close()
-            os.close(self._head_fd)
-            self._head_fd = -1
+            self._head_file.close()
             self._lock.release()
 
     def __enter__(self) -> JournalWriter:
@@ -437,7 +374,8 @@ class JournalWriter:
         self._pending.reset(self._tail.end)
         self._schemas.go_back(self._tail.end.seq)
 
-    def _publish(self) -> Head:
+    def _publish(self) -> None:
+        """Let readers see what is committed, and the closed segments as they are now."""
         mark, end = self._tail.mark, self._tail.end
         head = Head(
             journal_id=self.header.journal_id,
@@ -453,28 +391,12 @@ class JournalWriter:
             index_entries=mark.index_entries,
             cut_entries=mark.cut_entries,
             relations_bytes=self._relations.bytes,
-            manifest_version=self._manifest.version,
+            manifest_version=self._closed.version,
             published_us=time.time_ns() // 1000,
         )
-        with disk_errors(self.path / HEAD, "publish the head"):
-            os.pwrite(self._head_fd, head.to_bytes(), 0)
-        for number, since in self._superseded.items():
-            if since is None:
-                self._superseded[number] = time.time()
-        return head
-
-
-def read_header(path: Path) -> Header:
-    """The header of the journal in a directory of this host."""
-    return Header.from_bytes((path / HEADER).read_bytes())
-
-
-def read_head(path: Path) -> Head | None:
-    """The head of the journal in a directory of this host, None if it is gone or half written."""
-    try:
-        return Head.from_bytes((path / HEAD).read_bytes())
-    except FileNotFoundError:
-        return None
+        self._head_file.publish(head)
+        self.head = head
+        self._closed.published()
 
 
 def _same(head: Head | None, header: Header) -> bool:

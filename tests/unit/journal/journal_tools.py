@@ -133,10 +133,10 @@ def read_all(path: Path) -> pa.Table:
 def seal_everything(writer: JournalWriter) -> None:
     """Let background sealing finish."""
     writer.maintain()
-    while writer._sealer.backlog:
-        writer._sealer.start(writer._manifest)
-        if writer._collect(wait=True):
-            writer.head = writer._publish()
+    while writer._closed.backlog:
+        writer._closed.seal_next()
+        if writer._closed.collect(wait=True):
+            writer._publish()
 
 
 def segment_files(path: Path) -> list[Path]:

@@ -40,7 +40,7 @@ def at_every_step(monkeypatch: pytest.MonkeyPatch, look: Callable[[], None]) -> 
 
 def in_open_form(journal: JournalWriter) -> list[int]:
     """The segments whose rows are on disk in open form alone: closed and not sealed yet, or not closed yet."""
-    entries = journal._manifest.entries
+    entries = journal._closed.entries
     closed = {entry.number: entry.sealed for entry in entries}
     last = entries[-1].number if entries else 0
     names = os.listdir(journal.path / "segments")  # noqa: PTH208 - often, and fast
@@ -131,7 +131,7 @@ def giant_on_disk(path: Path) -> tuple[list[Transaction], JournalWriter]:
 def test_inner_parts_of_a_giant_are_in_runs_of_one_relation(tmp_path: Path) -> None:
     written, journal = giant_on_disk(tmp_path / "j")
     reader = JournalReader([str(tmp_path / "j")])
-    inner = [entry for entry in journal._manifest.entries if entry.sealed]
+    inner = [entry for entry in journal._closed.entries if entry.sealed]
     assert len(inner) > 3
     for view in reader._catalog.views(journal.head):
         if view.sealed:

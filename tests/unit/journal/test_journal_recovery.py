@@ -306,7 +306,7 @@ def crashed(writer: JournalWriter, path: Path, tail: int, lost_head: bool, optio
         writer._tail.write(batch, open_end)
     raw = b"".join(bytes(memoryview(part)) for part in writer._tail._parts)
     number = writer._tail._at.number
-    writer._sealer.close()
+    writer._closed.close()
     writer._tail.close()
     writer._lock.release()
     with (path / "segments" / f"{number:08d}.arrows").open("ab") as file:

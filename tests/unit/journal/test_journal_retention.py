@@ -41,7 +41,7 @@ def filled(path: Path, sizes: list[int] | None = None) -> tuple[list[Transaction
 
 
 def boundaries(writer: JournalWriter) -> list[int]:
-    return [entry.last_seq for entry in writer._manifest.entries]
+    return [entry.last_seq for entry in writer._closed.entries]
 
 
 def test_the_oldest_go_and_the_rest_stays_as_it_was(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_a_transaction_over_more_segments_than_go_at_a_time_goes_too(tmp_path: P
         append_in_parts(writer, one, 40)
         writer.commit()
     seal_everything(writer)
-    assert len(writer._manifest.entries) > 6
+    assert len(writer._closed.entries) > 6
     pruned = writer.retain(EVERYTHING, None, NOW, most=2)
     assert pruned is not None
     assert pruned.seq >= 900

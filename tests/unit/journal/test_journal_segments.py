@@ -105,7 +105,7 @@ def test_thousands_of_small_commits_make_few_files(tmp_path: Path) -> None:
             writer.maintain()
             if number % 100 == 0:
                 forms = [path for path in segment_files(tmp_path / "j") if ".sealed" not in path.name]
-                superseded = len(writer._superseded)
+                superseded = len(writer._closed._superseded)
                 most = max(most, len(forms) - superseded)
         seal_everything(writer)
         written_bytes = sum(path.stat().st_size for path in segment_files(tmp_path / "j"))
@@ -206,7 +206,7 @@ def test_sealing_refuses_damaged_rows(tmp_path: Path) -> None:
         path.write_bytes(raw)
         with pytest.raises(JournalCorrupt, match="damaged at byte"):
             seal_everything(writer)
-        writer._sealer._queue.clear()
+        writer._closed._sealer._queue.clear()
     assert not (tmp_path / "j/segments/00000001.sealed.arrows").exists()
 
 

@@ -33,7 +33,7 @@ def trickle(writer: JournalWriter, written: list[Transaction]) -> None:
 
 
 def closed(writer: JournalWriter) -> list[tuple[int, int, int]]:
-    return [(entry.number, entry.first_seq, entry.last_seq) for entry in writer._manifest.entries]
+    return [(entry.number, entry.first_seq, entry.last_seq) for entry in writer._closed.entries]
 
 
 def test_tiny_commits_make_no_more_files_than_their_size_asks_for(tmp_path: Path) -> None:
@@ -43,9 +43,9 @@ def test_tiny_commits_make_no_more_files_than_their_size_asks_for(tmp_path: Path
         seal_everything(writer)
         writer.drop_superseded(float("inf"))
         files = segment_files(tmp_path / "j")
-        assert writer._manifest.entries[-1].number > 50, "so many were closed"
+        assert writer._closed.entries[-1].number > 50, "so many were closed"
         assert len(files) <= sum(path.stat().st_size for path in files) / SEGMENT + 2
-        assert all(entry.bytes >= SEGMENT for entry in writer._manifest.entries[:-1])
+        assert all(entry.bytes >= SEGMENT for entry in writer._closed.entries[:-1])
         left = {path.name[:8] for path in (tmp_path / "j/segments").iterdir()}
         assert left == {path.name[:8] for path in files}, "nothing is left of those that were taken over"
         assert read_all(tmp_path / "j").equals(numbered(written))
@@ -73,13 +73,13 @@ def test_a_slice_of_a_segment_that_was_taken_over_stays_readable_until_it_is_dro
     with create(tmp_path / "j", segment_bytes=SEGMENT) as writer:
         trickle(writer, written[:25])
         seal_everything(writer)
-        first = writer._manifest.entries[0]
+        first = writer._closed.entries[0]
         reader = JournalReader([str(tmp_path / "j")])
         planned = reader.slices(SeqRange(0, first.last_seq))
         assert {slice.segment for slice in planned} == {first.name}
         trickle(writer, written[25:])
         seal_everything(writer)
-        assert writer._manifest.entries[0].number > first.number
+        assert writer._closed.entries[0].number > first.number
         assert sum(len(open_slice(slice, reader.locations)) for slice in planned) == first.last_seq
         writer.close()
     with JournalWriter.open(tmp_path / "j", segment_bytes=SEGMENT) as writer:
@@ -116,13 +116,13 @@ def test_what_is_being_taken_over_is_not_pruned(tmp_path: Path, monkeypatch: pyt
 
         monkeypatch.setattr(sealing, "seal", slow)
         for one in written[25:]:
-            if writer._sealer.absorbing is not None:
+            if writer._closed._sealer.absorbing is not None:
                 break
             writer.append(block(one))
             writer.commit()
             writer.maintain()
         count = writer.head.seq
-        assert writer._sealer.absorbing == writer._manifest.entries[0].number
+        assert writer._closed._sealer.absorbing == writer._closed.entries[0].number
         assert writer.retain(Retention(bytes=1), None, 1e12, most=100) is None
         gate.set()
         seal_everything(writer)
