@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from millstream.model import Column
+from millstream.sources.postgres.inline import always_sent
 from millstream.sources.postgres.types import BY_ARRAY_OID, TYPES
 from tests.fixtures.postgres import Database
 
@@ -29,3 +31,10 @@ def test_the_arrays_are_the_servers_arrays(any_database: Database) -> None:
     assert {oid: entry.delimiter for oid, entry in BY_ARRAY_OID.items()} == {
         oid: delimiters[oid] for oid in BY_ARRAY_OID
     }
+
+
+def test_types_that_are_always_sent_are_those_of_a_fixed_length_on_the_server(any_database: Database) -> None:
+    lengths = dict(any_database.sql("SELECT oid::int8, typlen::int4 FROM pg_type"))
+    sent = {entry.name for entry in TYPES if always_sent(Column("it", entry.oid))}
+    fixed = {entry.name for entry in TYPES if lengths[entry.oid] > 0}
+    assert sent == fixed | {"inet", "cidr", "int4range", "daterange"}, "the longest of these take at most 24 bytes"

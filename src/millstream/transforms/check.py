@@ -9,20 +9,18 @@ import numpy as np
 from millstream.changelog import exposed
 from millstream.config.kinds import is_mirror, keeps_history
 from millstream.errors import ConfigError, MillstreamError
-from millstream.model import Column, Relation, StreamSpec
+from millstream.model import Relation, StreamSpec
 from millstream.observe import counted
 from millstream.secrets import resolve
 from millstream.sources.base import Finding, Severity
 from millstream.sources.patterns import matcher
+from millstream.sources.postgres.inline import always_sent
 from millstream.transforms.block import Block
 from millstream.transforms.compiled import Compiled, compiled_by
 from millstream.transforms.lacking import needed_anyway
 from millstream.transforms.shape import Shaping
 from millstream.transforms.sql import Analyst
 from millstream.versions import ADDED
-
-_FIXED = {16, 20, 21, 23, 26, 28, 29, 700, 701, 790, 1082, 1083, 1114, 1184, 1186, 1266, 2950, 5069, 3220, 18, 19}
-"""Types whose values are never stored out of line, so that every change sends them."""
 
 
 def shape_findings(stream: StreamSpec, relations: Sequence[Relation], analyst: Analyst) -> list[Finding]:
@@ -85,7 +83,7 @@ def _unsent(stream: StreamSpec, relation: Relation, bound: Compiled) -> Iterator
     """Filters or transforms need values that an update does not send when they are large and did not change."""
     if relation.identity == "f" or relation.source_kind != "postgres":
         return
-    large = [column.name for column in relation.columns if _may_be_large(column) and column.name not in relation.key]
+    large = [column.name for column in relation.columns if not always_sent(column) and column.name not in relation.key]
     again = "its row is read at the source again, or kept aside"
     found: dict[str, tuple[list[str], str]] = {}
     needed = [name for name in large if name in bound.rule.needs]
@@ -105,8 +103,3 @@ def _unsent(stream: StreamSpec, relation: Relation, bound: Compiled) -> Iterator
             f'ALTER TABLE "{relation.schema}"."{relation.name}" REPLICA IDENTITY FULL, if there are such values',
             relation.table,
         )
-
-
-def _may_be_large(column: Column) -> bool:
-    oid = column.base_type_oid if column.type_kind == "d" else column.type_oid
-    return oid not in _FIXED and column.type_kind != "e"
