@@ -47,13 +47,17 @@ def prune(
         print_json(result)
         return
     out = console()
-    verb = "removed" if result["done"] else "would remove" if dry_run else "nothing to remove:"
-    amount = f"{counted(result['rows'], 'change')}, {counted(result['segments'], 'segment')}, {size(result['bytes'])}"
-    out.print(f"{name}: {verb} {amount}" + (f"; up to seq {result['last_seq']:,}" if result["last_seq"] else ""))
     held = result["held"]
+    if result["segments"]:
+        verb = "removed" if result["done"] else "would remove"
+        amount = f"{counted(result['rows'], 'change')}, {counted(result['segments'], 'segment')}"
+        out.print(f"{name}: {verb} {amount}, {size(result['bytes'])}; up to seq {result['last_seq']:,}")
+    else:
+        why = "" if held["segments"] else " (whole segments go, never the one that is written to)"
+        out.print(f"{name}: nothing to remove{why}")
     if held["segments"]:
         who = ", ".join(f"{one['stream']}/{one['target']} (at seq {one['seq']:,})" for one in held["by"])
-        out.print(f"  {counted(held['rows'], 'change')} over the limit too, but still needed by {who}", style="yellow")
+        out.print(f"  {counted(held['rows'], 'change')} over the limit, but still needed by {who}", style="yellow")
     for one in result["halted"]:
         out.print(f"  {one['stream']}/{one['target']} is at seq {one['seq']:,}: it cannot go on", style="red")
 
