@@ -83,7 +83,7 @@ def millstream(home: Home, *arguments: str) -> Result:
 def test_a_home_that_is_not_there_yet_has_no_streams(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["status", "--home", str(tmp_path / "none")])
     assert result.exit_code == 0
-    assert result.stdout == f"{tmp_path}/none: no process runs here\nNo stream has run here yet.\n"
+    assert result.stdout == f"{tmp_path}/none: no process runs here\nNo stream is here.\n"
     assert not (tmp_path / "none").exists()
 
 

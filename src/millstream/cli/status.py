@@ -52,7 +52,7 @@ def _print(found: HomeStatus) -> None:
     out = console()
     out.print(f"{found.home}: {f'run by {found.owner}' if found.owner else 'no process runs here'}")
     if not found.streams:
-        out.print("No stream has run here yet.")
+        out.print("No stream is here.")
     for stream in found.streams:
         _print_stream(stream)
 

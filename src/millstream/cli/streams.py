@@ -117,6 +117,10 @@ def delete(
     out.print(f"{name}: deleted; slot, publications and journal of its source: {done['source']}")
     for target, what in done["targets"].items():
         out.print(f"  target {target}: {what}")
+    if done["source"] == "kept":
+        out.print(
+            "  The source keeps its log for the slot until a stream on it runs, or somebody drops it.", style="yellow"
+        )
 
 
 def _engine(home: str | None) -> Engine:
