@@ -14,18 +14,13 @@ from millstream.journal import JournalReader, describe, rows
 from millstream.model import SeqRange
 from tests.fixtures.capture import SECONDS, Captured, captured
 from tests.fixtures.disks import mounted
+from tests.fixtures.memory import peak_kb
 from tests.fixtures.postgres import Database
 
 pytestmark = pytest.mark.postgres
 
 LIMIT_KB = 350_000
 """A process that has just begun has 110,000; the rows, were they all kept, would take as much as this and more."""
-
-
-def peak_kb(pid: int) -> int:
-    """VmHWM: the most memory the process ever had."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
 
 
 def copy(database: Database, count: int) -> None:

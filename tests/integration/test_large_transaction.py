@@ -5,10 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow.compute as pc
@@ -16,8 +12,9 @@ import pyarrow.dataset as ds
 import pytest
 from deltalake import DeltaTable
 
+from tests.fixtures.memory import watched
 from tests.fixtures.postgres import Database
-from tests.integration.test_capture_large import copy, peak_kb
+from tests.integration.test_capture_large import copy
 
 ROWS = int(os.environ.get("MILLSTREAM_LARGE_ROWS", "0"))
 
@@ -44,65 +41,11 @@ targets:
 """
 
 
-@dataclass
-class Watch:
-    """The most memory that each process below one ever had."""
-
-    root: int
-    peaks: dict[int, tuple[str, int]] = field(default_factory=dict)
-
-    def look(self) -> None:
-        parents = {}
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-        for pid in parents:
-            if self._is_below(pid, parents):
-                self._note(pid)
-
-    def _is_below(self, pid: int, parents: dict[int, int]) -> bool:
-        while pid > 1:
-            if pid == self.root:
-                return True
-            pid = parents.get(pid, 0)
-        return False
-
-    def _note(self, pid: int) -> None:
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-            kind = "capture" if "capture_process" in command else "java" if "java" in command[:80] else "python"
-            self.peaks[pid] = (kind, peak_kb(pid))
-        except (OSError, StopIteration):
-            return
-
-    def most(self) -> dict[str, int]:
-        return {kind: max((kb for of, kb in self.peaks.values() if of == kind), default=0) for kind in LIMITS_KB}
-
-
-@contextmanager
-def watched(process: subprocess.Popen[bytes]) -> Iterator[Watch]:
-    watch, over = Watch(process.pid), threading.Event()
-
-    def look() -> None:
-        while not over.wait(0.5):
-            watch.look()
-
-    beside = threading.Thread(target=look)
-    beside.start()
-    try:
-        yield watch
-    finally:
-        over.set()
-        beside.join()
-
-
 def run(file: Path, home: Path) -> dict[str, int]:
     command = [sys.executable, "-m", "millstream", "run", str(file), "--home", str(home), "--once"]
-    with subprocess.Popen(command) as process, watched(process) as watch:
+    with subprocess.Popen(command) as process, watched(process.pid) as watch:
         assert process.wait() == 0
-    return watch.most()
+    return watch.most(LIMITS_KB)
 
 
 @pytest.mark.parametrize(("protocol", "catch_up"), [(1, "auto"), (4, "streaming")])

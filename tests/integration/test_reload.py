@@ -24,6 +24,7 @@ from millstream.sources.postgres import chunks
 from millstream.sources.postgres.catalog import relations
 from millstream.targets import open_target
 from tests.fixtures.capture import source_spec
+from tests.fixtures.delivery import Watching
 from tests.fixtures.engines import await_that
 from tests.fixtures.postgres import Database, fresh_database
 
@@ -216,7 +217,7 @@ def test_a_table_that_is_added_to_a_stream_gets_its_rows_while_the_others_flow(
     engine.stop()
 
 
-def test_what_cannot_be_copied_is_said(engine: Engine, database: Database, tmp_path: Path) -> None:
+def test_what_cannot_be_copied_is_said(engine: Engine, database: Database, tmp_path: Path, watching: Watching) -> None:
     database.sql(TABLES)
     shop = Everywhere(engine, database, tmp_path, only="copy")
     engine.upsert_stream(shop.stream)
@@ -227,11 +228,25 @@ def test_what_cannot_be_copied_is_said(engine: Engine, database: Database, tmp_p
     with engine:
         engine.await_ready("shop", 120)
         shop.await_equal("items")
-        engine.reload("shop", "copy", tables=["public.gone", "public.items"])
+        with pytest.raises(ConfigError, match=r"stream shop has no table public\.item: its source has none") as refused:
+            engine.reload("shop", "copy", tables=["public.items", "public.item"])
+        assert refused.value.hint == "did you mean public.items?"
+        assert engine.get_status("shop").targets[0].reload is None
+        # One that goes after it was asked for is told when its turn has come.
+        engine.pause("shop")
+        engine.reload("shop", "copy", tables=["public.keyless", "public.items"])
+        database.sql("DROP TABLE keyless")
+        engine.resume("shop")
         await_that(lambda: (engine.get_status("shop").targets[0].reload or {}).get("state") == "failed")
         tables = (engine.get_status("shop").targets[0].reload or {})["tables"]
-        assert (tables["public.gone"]["state"], tables["public.items"]["state"]) == ("failed", "done")
-        assert tables["public.gone"]["error"] == "the source has no such table"
+        assert (tables["public.keyless"]["state"], tables["public.items"]["state"]) == ("failed", "done")
+        assert tables["public.keyless"]["error"] == "the source has no such table"
+        watching.wait_for(lambda: bool(watching.of("reload.finished")))
+        assert [event.message for event in watching.of("reload.table_failed")] == [
+            "public.keyless is not copied: the source has no such table"
+        ]
+        (ended,) = watching.of("reload.finished")
+        assert ended.message.endswith("failed; public.keyless: the source has no such table")
         assert engine.get_status("shop").targets[0].error is None, "the stream goes on"
 
 

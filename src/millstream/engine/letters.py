@@ -51,6 +51,8 @@ class LetterBox:
         self._wanted: dict[str, str] = {}
         """Event ids of shaped changes that the target lacks values for, with the reason: the source's are asked for."""
         self._passing: Passing | None = None
+        self._lacking = False
+        """Whether the last batch lacked values: most likely this one does, and which rows is looked for at once."""
 
     def forget(self) -> None:
         """The target begins anew: what it could not take before is of no interest any more."""
@@ -64,7 +66,7 @@ class LetterBox:
         self._passing = None
         repaired: dict[str, bytes] = {}
         unshapable: dict[str, str] = {}
-        isolate = False
+        isolate, self._lacking = self._lacking, False
         while True:
             try:
                 return attempt(replace(self._informed(plan, repaired, unshapable), isolate=isolate))
@@ -143,6 +145,7 @@ class LetterBox:
         self._wanted = {one.event_id: f"{one.table}: {LACKS}" for one in rejects if one.event_id in shaped}
         rejects = [one for one in rejects if one.event_id not in shaped]
         lacking = [one for one in rejects if one.event_id not in tried and one.kind in INCOMPLETE]
+        self._lacking |= policy.on_reject is OnReject.LETTER and any(one.kind == MISSING_BASE for one in lacking)
         outcome = repair(self._stream, lacking)
         unshaped = {one.event_id for one in lacking if one.kind in UNSHAPED}
         self._completed.update((event, row) for event, row in outcome.repaired.items() if event in unshaped)

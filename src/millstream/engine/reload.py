@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from difflib import get_close_matches
 from typing import Any
 
 from millstream.engine.fit import open_target
 from millstream.errors import ConfigError, NotReady, NotSupported, SecretError, SourceError
 from millstream.failpoint import failpoint
 from millstream.model import Json, Mode, StreamSpec
-from millstream.sources import can_copy, key_range
+from millstream.sources import can_copy, captured_tables, key_range
 from millstream.sources.postgres.patterns import parse_patterns
 from millstream.state.base import StateStore
 from millstream.targets.base import Reloadable, Target
@@ -201,8 +202,25 @@ class Reload:
                 )
             if self._store.get_cursor(self._stream.name, spec.name) is None:
                 raise NotReady(f"{what} has got nothing yet", hint="reload it when it has")
+        self._check_there()
         if self._asked.where is not None:
             self._check_range(self._asked.where)
+
+    def _check_there(self) -> None:
+        """Raise ConfigError for a table that a pattern means and the source does not have. One that is away is asked
+        later."""
+        if not self._asked.names:
+            return
+        with suppress(SourceError, SecretError):
+            there = captured_tables(self._stream.source)
+            for name in self._asked.names:
+                if name not in there:
+                    near = get_close_matches(name, there, 1)
+                    raise ConfigError(
+                        f"stream {self._stream.name} has no table {name}: its source has none of this name, or "
+                        "captures it under another one",
+                        hint=f"did you mean {near[0]}?" if near else "write schema.table, as the source has it",
+                    )
 
     def _check_range(self, where: str) -> None:
         """Raise unless every target can get a range of the one table anew. A source that is away is asked later."""

@@ -232,6 +232,7 @@ class Reloading:
             except (ConfigError, SourceHalted) as wrong:
                 failed = {**table_waiting(where), "state": FAILED, "error": wrong.message}
                 self._save({**self._record(), "tables": {**self._record()["tables"], name: failed}})
+                self._tell_failed(name, wrong)
         return found
 
     def _left(self) -> bool:
@@ -246,10 +247,16 @@ class Reloading:
         for number, chunk in enumerate(found.chunks):
             tables.setdefault(chunk.relation, []).append(number)
         known: Json = {one.table: table_waiting(record.get("where", {}).get(one.table)) for one in tables}
+        # Of those that were to come, what the source has no more.
+        kept = {name: one for name, one in record["tables"].items() if name in known or one["state"] not in UNFINISHED}
         for name in record["names"]:
-            if name not in known:
-                known[name] = {**table_waiting(), "state": FAILED, "error": "the source has no such table"}
-        self._save({**record, "state": RUNNING, "resolved": True, "tables": {**known, **record["tables"]}})
+            if name not in known and name not in kept:
+                gone = SourceHalted(
+                    "the source has no such table", hint="it was dropped or renamed after it was asked for"
+                )
+                known[name] = {**table_waiting(), "state": FAILED, "error": gone.message}
+                self._tell_failed(name, gone)
+        self._save({**record, "state": RUNNING, "resolved": True, "tables": {**known, **kept}})
         failpoint("reload.begun")
         left = [one for one in tables if self._record()["tables"][one.table]["state"] in UNFINISHED]
         begun = self._kept().get("table")
@@ -267,8 +274,7 @@ class Reloading:
             if failed.transient:
                 raise
             self._save_table(name, state=FAILED, error=failed.message)
-            why: Json = {"table": name, "error": type(failed).__name__, "hint": failed.hint}
-            self._tell("reload.table_failed", f"{name} is not copied: {failed.message}", Level.ERROR, why)
+            self._tell_failed(name, failed)
             return
         self._forget(self._made_obsolete(copying, begun))
         self._save_table(name, state=DONE, rows=rows, seconds_left=None)
@@ -449,6 +455,10 @@ class Reloading:
         if letters:
             self._store.remove_letters([one.id for one in letters])
 
+    def _tell_failed(self, name: str, failed: MillstreamError) -> None:
+        why: Json = {"table": name, "error": type(failed).__name__, "hint": failed.hint}
+        self._tell("reload.table_failed", f"{name} is not copied: {failed.message}", Level.ERROR, why)
+
     def _give_up(self, failed: MillstreamError) -> None:
         """Nothing that is left can be copied."""
         record = self._record()
@@ -470,10 +480,11 @@ class Reloading:
         self._store.save_note(self._stream.name, self._spec.name, RANGES, {})
         self._target.settle_reload()
         rows = sum(one["rows"] for one in tables)
-        level = Level.INFO if state == DONE else Level.ERROR
-        self._tell(
-            "reload.finished", f"{len(record['tables'])} tables, {rows:,} rows: {state}", level, {"state": state}
-        )
+        said, level = f"{len(record['tables'])} tables, {rows:,} rows: {state}", Level.INFO
+        broken = {name: one["error"] for name, one in record["tables"].items() if one["state"] == FAILED}
+        if broken:
+            said, level = f"{said}; " + "; ".join(f"{name}: {why}" for name, why in broken.items()), Level.ERROR
+        self._tell("reload.finished", said, level, {"state": state, "failed": sorted(broken)})
 
 
 def _is_old(found: SnapshotPlan) -> bool:

@@ -16,22 +16,34 @@ One that they have shaped is not, and cannot be compared with the source's row: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from millstream.changelog import METADATA, exposed
 from millstream.errors import MillstreamError
+from millstream.latest import (
+    Bools,
+    booleans,
+    special_maps,
+    special_texts,
+    unsent_masks,
+    whole,
+    whole_numbers,
+)
 from millstream.model import Op, Relation, SourceSpec, StreamSpec
 from millstream.sources import read_keys
 from millstream.sources.decoders import decoder
 from millstream.state.base import UNSENT
 from millstream.targets.lanes.copy_text import value_text
-from millstream.targets.rejects import Reject, packed, unpacked
+from millstream.targets.rejects import Reject, packed_apart, unpacked_together
 from millstream.transforms.compiled import chosen
 from millstream.wire.json_columns import json_text
+
+_UNCHANGED, _SPECIAL = "_ms_unchanged", "_ms_special"
 
 LACKS = "it leaves out values that did not change, which the target does not have"
 
@@ -48,46 +60,48 @@ class Repair:
     """Those of them that the source could not be asked for: of the rest it has another row by now, or none."""
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Rows of the source, by the text of their key."""
-
-    after: pa.RecordBatch
-    special: pa.MapArray
-    numbers: Mapping[str, int]
-
-
 def repair(stream: StreamSpec, rejects: Sequence[Reject]) -> Repair:
     """Complete what can be completed. Never raises for a source that cannot be asked: the changes are left then."""
     repaired: dict[str, bytes] = {}
     left: list[Reject] = []
     unasked: set[str] = set()
-    groups: dict[str, list[Reject]] = {}
-    for one in rejects:
-        if one.kind != UNSENT and chosen(stream.shape, Relation.from_json(one.relation)):
-            left.append(_because(one, "and the stream changes rows on their way, so that the source's would not do"))
-            unasked.add(one.event_id)
+    groups: dict[str, tuple[Relation, list[Reject]]] = {}
+    for relation, some in _described(rejects):
+        if some[0].kind != UNSENT and chosen(stream.shape, relation):
+            why = "and the stream changes rows on their way, so that the source's would not do"
+            left += [_because(one, why) for one in some]
+            unasked.update(one.event_id for one in some)
             continue
-        groups.setdefault(Relation.from_json(one.relation).fingerprint(), []).append(one)
-    for group in groups.values():
+        groups.setdefault(relation.fingerprint(), (relation, []))[1].extend(some)
+    for relation, group in groups.values():
+        changes = unpacked_together([one.row for one in group]).combine_chunks()
         try:
-            rows = _read(stream.source, Relation.from_json(group[0].relation), group)
+            rows = _read(stream.source, relation, changes)
         except MillstreamError as failed:
             left += [_because(one, f"the source cannot be asked for them ({type(failed).__name__})") for one in group]
             unasked.update(one.event_id for one in group)
             continue
-        key = _key(exposed(Relation.from_json(group[0].relation)))
+        key = _key(exposed(relation))
+        places = pc.index_in(_key_texts(changes, key), value_set=_key_texts(rows, key))
+        there = np.flatnonzero(booleans(places.is_valid()))
+        done = _completed(changes.take(whole_numbers(there)), rows.take(places.drop_null()))
+        repaired.update((group[at].event_id, row) for at, row in zip(there, done, strict=True) if row is not None)
+        gone = {group[at].event_id for at in np.flatnonzero(booleans(places.is_null()))}
         for one in group:
-            number = rows.numbers.get(_key_text(unpacked(one.row), key))
-            if number is None:
+            if one.event_id in gone:
                 left.append(_because(one, "and the source no longer has the row under this key"))
-                continue
-            completed = _completed(unpacked(one.row), rows, number)
-            if completed is None:
+            elif one.event_id not in repaired:
                 left.append(_because(one, "and the source has changed the row since"))
-            else:
-                repaired[one.event_id] = packed(completed)
     return Repair(repaired, tuple(left), frozenset(unasked))
+
+
+def _described(rejects: Sequence[Reject]) -> Iterator[tuple[Relation, list[Reject]]]:
+    """The changes of each relation, of one kind, with what it is: to read that for each of them takes long."""
+    groups: dict[tuple[str, int, str], list[Reject]] = {}
+    for one in rejects:
+        groups.setdefault((one.table, one.relation_id, one.kind), []).append(one)
+    for some in groups.values():
+        yield Relation.from_json(some[0].relation), some
 
 
 def _because(one: Reject, why: str) -> Reject:
@@ -99,45 +113,57 @@ def _key(seen: Relation) -> tuple[str, ...]:
     return seen.primary_key if seen.identity == "f" else seen.key
 
 
-def _key_text(rows: pa.Table, key: Sequence[str]) -> str:
-    """The key of the first row."""
-    return ",".join(json_text(_one(rows[name]))[0].as_py() for name in key)
+def _key_texts(rows: pa.Table, key: Sequence[str]) -> pa.StringArray:
+    return pc.binary_join_element_wise(*(json_text(whole(rows[name])) for name in key), ",")
 
 
-def _read(source: SourceSpec, relation: Relation, rejects: Sequence[Reject]) -> _Rows:
+def _read(source: SourceSpec, relation: Relation, changes: pa.Table) -> pa.Table:
+    """The source's rows under the keys that changed ones have, and their `_ms_special`."""
     seen = exposed(relation)
     key = _key(seen)
     places = [[column.name for column in seen.columns].index(name) for name in key]
-    changes = pa.concat_tables([unpacked(one.row) for one in rejects]).combine_chunks()
-    texts = [value_text(_one(changes[name])).to_pylist() for name in key]
+    texts = [value_text(whole(changes[name])).to_pylist() for name in key]
     keys = sorted(set(zip(*texts, strict=True)))
     payload = list(read_keys(source, relation, [relation.columns[at].name for at in places], keys))
     rows = pa.concat_arrays(payload) if payload else pa.array([], pa.large_binary())
     decoded = decoder(seen).decode(np.full(len(rows), Op.READ, np.uint8), rows)
-    found = [",".join(parts) for parts in zip(*(json_text(decoded.after[n]).to_pylist() for n in key), strict=True)]
-    return _Rows(decoded.after, decoded.special, {text: number for number, text in enumerate(found)})
+    return pa.Table.from_batches([decoded.after]).append_column(_SPECIAL, decoded.special)
 
 
-def _completed(change: pa.Table, rows: _Rows, number: int) -> pa.Table | None:
-    """The change with every value; None if the row is not the one that it wrote."""
-    unsent = set(change["_ms_unchanged"][0].as_py())
-    theirs = dict(rows.special[number].as_py() or ())
-    ours = dict(change["_ms_special"][0].as_py() or ())
-    for name in change.column_names:
+def _completed(changes: pa.Table, rows: pa.Table) -> list[bytes | None]:
+    """Each change with every value; None if the row, which is at the same place, is not the one that it wrote."""
+    unsent = unsent_masks(whole(changes[_UNCHANGED]))
+    ours, theirs = special_texts(changes), special_texts(rows)
+    same, nowhere = np.ones(changes.num_rows, bool), np.zeros(changes.num_rows, bool)
+    none = pa.nulls(changes.num_rows, pa.string())
+    for name in changes.column_names:
         if name in METADATA:
             continue
-        value = rows.after[name].slice(number, 1)
-        if name in unsent:
-            place = change.column_names.index(name)
-            change = change.set_column(place, change.schema.field(place), value.cast(change.schema.field(place).type))
-        elif json_text(_one(change[name])) != json_text(value) or ours.get(name) != theirs.get(name):
-            return None
-    special = list({**ours, **{name: text for name, text in theirs.items() if name in unsent}}.items())
-    for name, cell in (("_ms_unchanged", []), ("_ms_special", special)):
-        place = change.column_names.index(name)
-        change = change.set_column(place, change.schema.field(place), pa.array([cell], change.schema.field(place).type))
-    return change
+        given, value = whole(changes[name]), whole(rows[name])
+        lacks = unsent.get(name, nowhere)
+        sent = whole_numbers(np.flatnonzero(~lacks))
+        exact = _alike(ours.get(name, none).take(sent), theirs.get(name, none).take(sent))
+        same[~lacks] &= exact & _alike(json_text(given.take(sent)), json_text(value.take(sent)))
+        if not lacks.any():
+            continue
+        order = np.where(lacks, len(given) + np.arange(len(given)), np.arange(len(given)))
+        taken = pa.concat_arrays([given, value.cast(given.type)]).take(whole_numbers(order))
+        changes = changes.set_column(changes.column_names.index(name), changes.schema.field(name), taken)
+        if name in theirs:
+            ours[name] = pc.coalesce(_where(lacks, theirs[name]), ours.get(name, none))
+    for name, column in ((_UNCHANGED, [[]] * changes.num_rows), (_SPECIAL, special_maps(ours, changes.num_rows))):
+        field = changes.schema.field(name)
+        cells = column if isinstance(column, pa.Array) else pa.array(column, field.type)
+        changes = changes.set_column(changes.column_names.index(name), field, cells)
+    return [row if fits else None for row, fits in zip(packed_apart(changes), same.tolist(), strict=True)]
 
 
-def _one(column: pa.ChunkedArray) -> pa.Array:
-    return pa.concat_arrays(column.chunks)
+def _alike(ours: pa.StringArray, theirs: pa.StringArray) -> Bools:
+    """Where both have the same text, or neither has one."""
+    both = pc.fill_null(pc.equal(ours, theirs), False)
+    return booleans(pc.or_(both, pc.and_(ours.is_null(), theirs.is_null())))
+
+
+def _where(mask: Bools, texts: pa.StringArray) -> pa.StringArray:
+    """The texts, NULL where the mask does not hold."""
+    return texts.take(whole_numbers(np.arange(len(texts)), mask))

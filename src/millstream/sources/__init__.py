@@ -123,6 +123,16 @@ def table_bytes(spec: SourceSpec) -> int:
     return chunks.table_bytes(spec)
 
 
+def captured_tables(spec: SourceSpec) -> list[str]:
+    """The tables (`schema.table`) that a source's patterns name now. Raises as `open_source` does, and SourceError."""
+    can_copy(spec)
+    try:
+        from millstream.sources.postgres import chunks
+    except ImportError as missing:
+        raise _without_driver(missing) from missing
+    return chunks.table_names(spec)
+
+
 def read_chunk(spec: SourceSpec, plan: SnapshotPlan, chunk: Chunk) -> Iterator[pa.LargeBinaryArray]:
     """The rows of a chunk, for the decoder of its relation. Runs on executors, without Spark."""
     _check_kind(spec)

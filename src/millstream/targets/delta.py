@@ -56,7 +56,7 @@ from millstream.targets.deltas.writer import Writer
 from millstream.targets.directory import OwnDirectory, as_target_errors, make_directory, sync_directory
 from millstream.targets.lanes.runs import Run
 from millstream.targets.lanes.tables import mirror_key
-from millstream.targets.rejects import AT_ONCE, Reject, RowsRejected, reject
+from millstream.targets.rejects import AT_ONCE, Reject, RowsRejected, rejected
 
 
 class DeltaOptions(BaseModel):
@@ -418,9 +418,7 @@ class DeltaRepairer:
 
 def _rejects(run: Run, missing: MissingBase) -> list[Reject]:
     rows = run.changes.filter(pc.is_in(run.changes[SEQ], pa.array(missing.seqs, pa.int64())))
-    key = mirror_key(run.relation)
-    each = (rows.slice(number, 1) for number in range(rows.num_rows))
-    return [reject(run.relation, run.relation_id, row, key, missing) for row in each]
+    return rejected(run.relation, run.relation_id, rows, mirror_key(run.relation), missing)
 
 
 def _need_deltalake() -> None:

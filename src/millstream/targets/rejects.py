@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,9 @@ BYTES_AT_ONCE = 32 << 20
 """and so many bytes of them."""
 LACKING_AT_ONCE = 10_000
 """The same of those that lack values: most of them are completed, and each try reads the whole batch."""
+
+_END_BYTES = 8
+"""What stands at the end of an IPC stream."""
 
 _MISSING = "it leaves out values that did not change, and the target's row is older than the one they are in"
 
@@ -112,11 +116,11 @@ class Outstanding:
     """By event id changes of the source that were completed before filters and transforms get them."""
 
 
-def packed(rows: pa.Table) -> bytes:
+def packed(rows: pa.Table | pa.RecordBatch) -> bytes:
     """Rows as an IPC stream."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, rows.schema) as writer:
-        writer.write_table(rows)
+        writer.write(rows)
     return bytes(sink.getvalue().to_pybytes())
 
 
@@ -125,22 +129,64 @@ def unpacked(raw: bytes) -> pa.Table:
     return pa.ipc.open_stream(raw).read_all()
 
 
+def packed_apart(rows: pa.Table) -> list[bytes]:
+    """Each row as an IPC stream of its own. Most of such a stream is its schema, which is told once here."""
+    found = []
+    for batch in rows.combine_chunks().to_batches():
+        sink, ends = pa.BufferOutputStream(), []
+        with pa.ipc.new_stream(sink, rows.schema) as writer:
+            for at in range(batch.num_rows):
+                writer.write_batch(batch.slice(at, 1))
+                ends.append(sink.tell())
+        raw = bytes(sink.getvalue().to_pybytes())
+        begin = _schema_bytes(raw)
+        about, end = raw[:begin], raw[-_END_BYTES:]
+        found += [about + raw[low:high] + end for low, high in pairwise([begin, *ends])]
+    return found
+
+
+def unpacked_together(raws: Sequence[bytes]) -> pa.Table:
+    """The rows of several IPC streams of one schema."""
+    begin = _schema_bytes(raws[0])
+    if any(raw[:begin] != raws[0][:begin] for raw in raws):
+        return pa.concat_tables([unpacked(raw) for raw in raws])
+    parts = (raw[begin:-_END_BYTES] for raw in raws)
+    return unpacked(b"".join([raws[0][:begin], *parts, raws[0][-_END_BYTES:]]))
+
+
+def _schema_bytes(raw: bytes) -> int:
+    """How long the first message of an IPC stream is, after a mark and its own length: that is the schema."""
+    return 8 + int.from_bytes(raw[4:8], "little")
+
+
 def reject(
     relation: Relation, relation_id: int, row: pa.Table, key: Sequence[str], refused: RowRefused | MissingBase
 ) -> Reject:
     """A row of a changelog as a reject."""
-    return Reject(
-        relation.table,
-        row["_ms_event_id"][0].as_py(),
-        row["_ms_seq"][0].as_py(),
-        row["_ms_op"][0].as_py(),
-        refused.kind,
-        refused.message,
-        key_texts(row, key)[0][0].as_py() if key else None,
-        relation_id,
-        relation.to_json(),
-        packed(row.combine_chunks()),
-    )
+    (found,) = rejected(relation, relation_id, row, key, refused)
+    return found
+
+
+def rejected(
+    relation: Relation, relation_id: int, rows: pa.Table, key: Sequence[str], refused: RowRefused | MissingBase
+) -> list[Reject]:
+    """Rows of a changelog as rejects: not more of them than leave a task at a time."""
+    rows = rows.slice(0, at_once(refused))
+    keys = key_texts(rows, key)[0].to_pylist() if key else [None] * rows.num_rows
+    names = (rows[name].to_pylist() for name in ("_ms_event_id", "_ms_seq", "_ms_op"))
+    described, found, size = relation.to_json(), list[Reject](), 0
+    for row, text, event, seq, op in zip(packed_apart(rows), keys, *names, strict=True):
+        about = (refused.kind, refused.message, text, relation_id, described, row)
+        found.append(Reject(relation.table, event, seq, op, *about))
+        size += len(row)
+        if size >= BYTES_AT_ONCE:
+            break
+    return found
+
+
+def at_once(refused: RowRefused) -> int:
+    """How many rejects for this reason leave a task at a time."""
+    return LACKING_AT_ONCE if isinstance(refused, MissingBase) else AT_ONCE
 
 
 def unshaped_reject(
@@ -180,7 +226,7 @@ def substituted(batch: pa.RecordBatch, completed: Mapping[str, bytes]) -> pa.Rec
     if not more:
         return batch
     order = np.arange(batch.num_rows)
-    rows = [unpacked(completed[event]).combine_chunks().to_batches()[0] for event in more]
+    rows = unpacked_together([completed[event] for event in more]).combine_chunks().to_batches()
     order[[numbers[event] for event in more]] = batch.num_rows + np.arange(len(more))
     return pa.concat_batches([batch, *rows]).take(whole_numbers(order))
 

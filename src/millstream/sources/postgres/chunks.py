@@ -131,6 +131,12 @@ def table_bytes(spec: SourceSpec) -> int:
     return sum(Leaf.of(row).size for row in rows)
 
 
+def table_names(spec: SourceSpec) -> list[str]:
+    """The tables that the source's patterns name."""
+    with connect(spec, PostgresOptions.of(spec)) as control:
+        return [relation.table for relation in catalog.relations(control, spec.tables)]
+
+
 def _estimated_bytes(control: Connection, leaf: Leaf, condition: str | None) -> int:
     """How much of a table has rows for which the condition holds, by the server's own estimate."""
     asked = f"EXPLAIN (FORMAT JSON) SELECT 1 FROM ONLY {leaf.name} WHERE {condition}"

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
+from operator import and_
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyarrow import types
 
 from millstream.changelog import METADATA, exposed
 from millstream.errors import MissingBase, TargetRefused
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 _GONE = "_ms_gone"
 _PLACE = "_ms_place"
+_ROW = "_ms_row"
 
 
 def mirror_schema(relation: Relation, *, soft: bool) -> pa.Schema:
@@ -180,16 +183,37 @@ def completed(
 def rows_under(
     table: Handle, base: pa.Table, key: tuple[str, ...], columns: list[str], among: ds.Expression | None = None
 ) -> pa.Table:
-    """For each key its rows in the table for which `among` holds, and which key it was (`_ms_place`)."""
-    there = table.read([*dict.fromkeys([*key, *columns]), SPECIAL], among)
-    there = there.append_column("_ms_row", whole_numbers(np.arange(there.num_rows)))
-    asked = base.append_column(_PLACE, whole_numbers(np.arange(base.num_rows)))
-    asked = asked.select([*key, _PLACE])
-    keys = there.select([*key, "_ms_row"]).cast(
-        pa.schema([*(asked.schema.field(n) for n in key), ("_ms_row", pa.int64())])
-    )
-    pairs = asked.join(keys, list(key), join_type="inner")
-    return there.take(pairs["_ms_row"]).append_column(_PLACE, pairs[_PLACE])
+    """For each key its rows in the table for which `among` holds, and which key it was (`_ms_place`).
+
+    The table is read a part at a time, where it may have such keys, and only these rows are kept: it may be larger
+    than memory, and a long value of each row would be all of it.
+    """
+    asked = base.select(list(key)).append_column(_PLACE, whole_numbers(np.arange(base.num_rows)))
+    wanted = pa.schema([*(asked.schema.field(name) for name in key), (_ROW, pa.int64())])
+    near = _near(asked, key, table.schema())
+    if among is not None:
+        near = among if near is None else near & among
+    found = []
+    for some in table.parts([*dict.fromkeys([*key, *columns]), SPECIAL], near):
+        keys = some.select(list(key)).append_column(_ROW, whole_numbers(np.arange(some.num_rows))).cast(wanted)
+        pairs = asked.join(keys, list(key), join_type="inner")
+        found.append(some.take(pairs[_ROW]).append_column(_PLACE, pairs[_PLACE]))
+    return pa.concat_tables(found)
+
+
+def _near(asked: pa.Table, key: tuple[str, ...], there: pa.Schema) -> ds.Expression | None:
+    """What holds for all rows under these keys and, where files are of ranges of the key, for few others.
+
+    Of types alone whose bounds Delta keeps for each file in their own order, and not as floating numbers.
+    """
+    ends = []
+    for name in key if asked.num_rows else ():
+        kind, ours = there.field(name).type, asked.schema.field(name).type
+        in_order = types.is_string(kind) or types.is_date(kind) or types.is_timestamp(kind)
+        if (types.is_integer(kind) and types.is_integer(ours)) or (in_order and kind == ours):
+            found = pc.min_max(asked[name].cast(kind))
+            ends.append((pc.field(name) >= found["min"]) & (pc.field(name) <= found["max"]))
+    return reduce(and_, ends) if ends else None
 
 
 def _merged_special(rows: pa.Table, held: pa.Table, lacking: np.ndarray, kept: Mapping[str, Bools]) -> pa.Array:

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 SPILL_BYTES = 512 << 20
 """What a merge may hold in memory before it works on disk."""
 READ_ROWS = 16_384
-"""So many rows are read at a time."""
+"""So many rows are read at a time,"""
+PART_BYTES = 64 << 20
+"""and put together until they are so many bytes, where long runs are worked on faster."""
 KEEP_HOURS = 24 * 7
 """Files that no version needs any more stay so long for readers of older versions."""
 
@@ -300,6 +302,21 @@ class Handle:
     def read(self, columns: list[str], condition: ds.Expression | None = None) -> pa.Table:
         """Columns of all rows at this version, or of those for which the condition holds."""
         return self._table.to_pyarrow_dataset().to_table(columns=columns, filter=condition)
+
+    def parts(self, columns: list[str], condition: ds.Expression | None) -> Iterator[pa.Table]:
+        """The same, some rows at a time, and only of files that may have such rows. At least one table, maybe empty."""
+        found, waiting, size = self._table.to_pyarrow_dataset(), list[pa.RecordBatch](), 0
+        schema = pa.schema([found.schema.field(name) for name in columns])
+        for fragment in found.get_fragments(filter=condition):
+            for batch in fragment.to_batches(
+                schema=found.schema, columns=columns, filter=condition, batch_size=READ_ROWS, batch_readahead=1
+            ):
+                waiting.append(batch)
+                size += batch.nbytes
+                if size >= PART_BYTES:
+                    yield pa.Table.from_batches(waiting, schema)
+                    waiting, size = [], 0
+        yield pa.Table.from_batches(waiting, schema)
 
     def batches(
         self, part: int, of: int, columns: list[str], condition: ds.Expression | None

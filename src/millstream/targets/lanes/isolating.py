@@ -15,7 +15,7 @@ from millstream.errors import MissingBase, RowRefused
 from millstream.latest import SEQ
 from millstream.targets.lanes.database import Database
 from millstream.targets.lanes.runs import Run
-from millstream.targets.rejects import AT_ONCE, BYTES_AT_ONCE, Reject, RowsRejected, reject
+from millstream.targets.rejects import BYTES_AT_ONCE, Reject, RowsRejected, at_once, rejected
 
 
 class Isolating:
@@ -24,6 +24,7 @@ class Isolating:
     def __init__(self, db: Database) -> None:
         self._db = db
         self._found: list[Reject] = []
+        self._bytes = 0
 
     def write(self, run: Run, key: tuple[str, ...], write: Callable[[pa.Table], None]) -> None:
         """Write the run's changes, except for those that cannot be. Raises RowsRejected when that are too many."""
@@ -51,7 +52,8 @@ class Isolating:
             raise RowsRejected(self._found)
 
     def _add(self, run: Run, key: tuple[str, ...], rows: pa.Table, refused: RowRefused) -> None:
-        for number in range(rows.num_rows):
-            self._found.append(reject(run.relation, run.relation_id, rows.slice(number, 1), key, refused))
-            if len(self._found) >= AT_ONCE or sum(len(one.row) for one in self._found) >= BYTES_AT_ONCE:
-                self.check()
+        found = rejected(run.relation, run.relation_id, rows, key, refused)
+        self._found += found
+        self._bytes += sum(len(one.row) for one in found)
+        if len(self._found) >= at_once(refused) or self._bytes >= BYTES_AT_ONCE or len(found) < rows.num_rows:
+            self.check()

@@ -28,7 +28,7 @@ from millstream.targets.lanes.database import ColumnDef, Database, LaneOptions, 
 from millstream.targets.lanes.mirror import Mirror
 from millstream.targets.lanes.runs import Run, by_table, runs
 from millstream.targets.lanes.tables import Prepared, prepare
-from millstream.targets.rejects import RowsRejected, reject
+from millstream.targets.rejects import RowsRejected, rejected
 from millstream.wire.json_columns import json_text
 
 ALL_KEYS = ""
@@ -120,8 +120,7 @@ def refuse_unknown(run: Run, found: Latest, lacking: Ints, key: Sequence[str]) -
     if seqs:
         changes = run.changes.filter(pc.is_in(run.changes[SEQ], pa.array(seqs, pa.int64())))
         why = MissingBase(f"{run.relation.table}: a row that the mirror lacks was changed without all of it being sent")
-        each = (changes.slice(number, 1) for number in range(changes.num_rows))
-        raise RowsRejected([reject(run.relation, run.relation_id, row, key, why) for row in each])
+        raise RowsRejected(rejected(run.relation, run.relation_id, changes, key, why))
 
 
 def hold(db: Database, context: TargetContext) -> None:
