@@ -84,7 +84,7 @@ baseline: setup ## Begin two mirrors with a table of 5 GiB that is written to, i
 		tests/integration/test_large_baseline.py
 
 writers: setup ## 24 writers as fast as they can, snapshots in their midst, and a look at the source afterwards
-	@MILLSTREAM_WRITERS_SECONDS=$${MILLSTREAM_WRITERS_SECONDS:-120} $(PYTHON_IN_VENV) -m pytest tests/integration/test_writers.py
+	@MILLSTREAM_WRITERS_SECONDS=$${MILLSTREAM_WRITERS_SECONDS:-120} $(PYTHON_IN_VENV) -m pytest -s tests/integration/test_writers.py
 
 losses: setup ## Whole engines under load whose slot, publication, table or server goes, and transactions left open
 	@MILLSTREAM_LOSSES=1 $(PYTHON_IN_VENV) -m pytest tests/integration/test_lost_under_load.py \

@@ -22,7 +22,7 @@ import pytest
 
 from millstream import Engine
 from millstream.embedded import EmbeddedPostgres
-from millstream.errors import UnknownStream
+from millstream.errors import StateError
 from tests.fixtures.engines import await_that
 from tests.fixtures.memory import Watch, watched
 from tests.fixtures.postgres import Database, fresh_database
@@ -48,13 +48,13 @@ CREATE TABLE item (id bigint PRIMARY KEY, at timestamptz NOT NULL, price numeric
 CREATE TABLE other (id int PRIMARY KEY, note text);
 ALTER TABLE item ALTER doc SET STORAGE EXTERNAL;
 """
-PIECE = 100_000
+PIECE = 50_000
 FAR = 1_000_000_000
 """Where rows move to: behind all ranges, and in front of them."""
 # One row of ten has a long value, which is stored apart: an update of the others' columns does not send it.
 ROWS = """
-INSERT INTO item SELECT i, now(), i / 100.0, repeat(md5(i::text), 20),
-    CASE WHEN i % 10 = 0 THEN repeat(md5((-i)::text), 256) END
+INSERT INTO item SELECT i, now(), i / 100.0, repeat(md5(i::text), 40),
+    CASE WHEN i % 10 = 0 THEN repeat(md5((-i)::text), 1000) END
 FROM generate_series({first}, {last}) i
 """
 STREAM = """
@@ -147,7 +147,7 @@ class Runs:
         """By target how its copy of the large table is; empty while nothing is known of it."""
         try:
             targets = self._engine.get_status("shop").targets
-        except UnknownStream:
+        except StateError:  # it is being made
             return {"lake": {}, "copy": {}}
         found = {one.name: (one.reload or {"tables": {}})["tables"] for one in targets}
         return {target: tables.get("public.item", {}) for target, tables in found.items()}
