@@ -53,6 +53,7 @@ def test_targets_equal_the_source_after_what_no_change_tells(
         await_that(lambda: noticed(engine) == {"c1": "partition_truncated public.parts applied"})
         # No change tells that its row is gone.
         engine.replay("shop", 1, "copy")
+        await_that(lambda: (engine.get_status("shop").targets[0].replay or {}).get("state") == "done")
         copied = "copy", "public.parts"
         ended = "reload.table_finished"
         await_that(lambda: [(e.target, e.fields["table"]) for e in watching.of(ended)].count(copied) >= 2)

@@ -58,7 +58,7 @@ def fill(database: Database, first: int, transactions: int) -> None:
 
 
 def rows(root: Path, target: str) -> list[tuple[Any, ...]]:
-    with closing(sqlite3.connect(root / f"{target}.db")) as db:
+    with closing(sqlite3.connect(root / f"{target}.db", timeout=60)) as db:
         if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'public.item'").fetchall():
             return []
         return db.execute('SELECT id, body FROM "public.item" ORDER BY id').fetchall()
