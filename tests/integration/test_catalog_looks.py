@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from millstream.model import Json
 from millstream.sources.base import Found
 from millstream.sources.postgres import catalog, looks
 from tests.fixtures.capture import SECONDS, Driver, drive
@@ -87,6 +89,31 @@ def test_partitions_that_come_and_go_and_are_emptied(any_database: Database, tmp
         assert ops[-1] == "t"
         rewrite = "ALTER TABLE p ADD COLUMN chance float DEFAULT random()"
         assert found_after(capture, rewrite) == [("rewrite", "p", True)]
+
+
+def test_what_is_committed_while_the_catalog_is_read_is_found_by_the_next_look(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database.sql(PARTS + "CREATE TABLE looked (id int)")
+    read, due, ends = looks.read, list[str](), list[int]()
+
+    def read_slowly(*arguments: Any) -> Json:
+        state = read(*arguments)
+        while due:
+            ends.extend(end for (end,) in database.sql("SELECT (pg_current_wal_insert_lsn() - '0/0')::int8"))
+            database.sql(due.pop())
+        return state
+
+    with drive(database, tmp_path, "public.p", "public.looked", options=WATCHFUL) as capture:
+        capture.catch_up()
+        looked(capture)
+        monkeypatch.setattr(looks, "read", read_slowly)
+        due.append("TRUNCATE p_1")
+        assert found_after(capture, "") == [("partition_truncated", "p_1", True)]
+        (finder,) = [look for look in capture.looks if look.found]
+        assert finder.since <= ends[0] < finder.position, "it was committed between them"
+        due.append("TRUNCATE p")
+        assert found_after(capture, "") == [], "the log has told that"
 
 
 def test_tables_that_are_written_anew_come_and_go(database: Database, tmp_path: Path) -> None:

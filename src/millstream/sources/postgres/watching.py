@@ -23,7 +23,10 @@ class _Waiting:
     """A look that is different from the one before. What the log tells up to its position decides what it means."""
 
     state: Json
+    begun: int
+    """The log's end before the catalog was read: what was committed later may not be in it."""
     position: int
+    """The log's end after that: nothing that was committed later is in it."""
     at: datetime
 
 
@@ -88,9 +91,9 @@ class Watcher:
         found = looks.compare(self.conn, before["state"], waiting.state, self._truncated)
         found += looks.doubts(waiting.state, self._doubted - {one.oid for one in found if one.kind == Kind.REWRITE})
         self._doubted.clear()
-        self._forget(waiting.position)
+        self._forget(waiting.begun)
         state = {**waiting.state, "unsure": self._counts()}
-        self.last = {"state": state, "position": waiting.position, "at": waiting.at.isoformat()}
+        self.last = {"state": state, "position": waiting.begun, "at": waiting.at.isoformat()}
         return Look(state, before["position"], waiting.position, waiting.at, tuple(found))
 
     def _counts(self) -> Json:
@@ -102,17 +105,21 @@ class Watcher:
 
     def _take(self) -> None:
         """Read the catalog. If nothing is different there is nothing to wait for, and to keep."""
+        begun = self._log_end()
         state = {**looks.read(self.conn, self.options.publications, self.patterns), "unsure": self._counts()}
-        with translated("asking for the end of the log"):
-            # What is visible may not be flushed yet, where commits do not wait for that.
-            row = self.conn.execute("SELECT (pg_current_wal_insert_lsn() - '0/0')::int8").fetchone()
-        position = int(row[0]) if row else 0
+        position = self._log_end()
         if self.last is not None and state == self.last["state"] and not self._doubted:
-            self.last = {**self.last, "position": position}
-            self._forget(position)
+            self.last = {**self.last, "position": begun}
+            self._forget(begun)
             return
-        self._waiting = _Waiting(state, position, datetime.now(UTC))
+        self._waiting = _Waiting(state, begun, position, datetime.now(UTC))
         if self.last is not None and self.options.heartbeat_interval:
             # So that the log comes to that position soon, also where nobody writes.
             with translated("writing a heartbeat"):
                 self.conn.execute("SELECT pg_logical_emit_message(false, %s, '')", (HEARTBEAT_PREFIX,))
+
+    def _log_end(self) -> int:
+        with translated("asking for the end of the log"):
+            # What is visible may not be flushed yet, where commits do not wait for that.
+            row = self.conn.execute("SELECT (pg_current_wal_insert_lsn() - '0/0')::int8").fetchone()
+        return int(row[0]) if row else 0
