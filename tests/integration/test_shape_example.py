@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import sqlite3
 import sys
 from contextlib import closing
@@ -146,3 +147,21 @@ def test_what_spark_says_of_the_tables_is_found_by_check(
         "stream shop: add: public.orders has no column totl",
         "stream shop: filter: public.customers has no column status",
     ]
+
+
+def test_the_example_of_the_page_fits_the_tables_that_it_is_for(
+    spark: SparkSession, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOP_SALT", "pepper")
+    database.sql(f"{TABLES}; ALTER TABLE orders RENAME secret TO internal_note")
+    (text,) = re.findall(r"```yaml\n(.*?)```", (EXAMPLE.parents[1] / "docs/filters.md").read_text(), re.DOTALL)
+    (tmp_path / "shop.yaml").write_text(text)
+    (shop,) = load_streams([tmp_path / "shop.yaml"])
+    source = open_source(replace(shop.source, uri=database.uri))
+    relations = source.relations(shop.source.tables)
+    source.close()
+    found = shape_findings(shop, relations, SparkAnalyst(lambda: spark))
+    assert (found[-1].severity, found[-1].message) == (
+        Severity.OK,
+        "the filters and transforms of stream shop fit its 2 tables",
+    )
