@@ -2,7 +2,9 @@
 
     MillstreamError
     ├── ConfigError            a stream file or an option is wrong; nothing was started
-    ├── SecretError            a password reference cannot be resolved
+    │   ├── SecretError        a password reference cannot be resolved
+    │   └── UnknownName        a table, journal, dead letter, schema change or snapshot that was named is not there
+    │       └── UnknownStream  the home has no stream, or the stream no target, of that name
     ├── DependencyError        an optional package, Java or a server binary is missing
     ├── EmbeddedError          the embedded Postgres did not do what was asked
     ├── SourceError
@@ -27,7 +29,6 @@
     ├── SchemaChanged          a table's columns are no longer those that a DataFrame was made with
     ├── SchemaGated            a schema change is not to be delivered before somebody has approved it
     ├── StateError             the state store cannot be read or written
-    │   └── UnknownStream      the home has no stream, or the stream no target, of that name
     ├── SnapshotError          a snapshot of a target's state cannot be written, read or used
     ├── VerifyFailed           a target could not be compared with its source
     ├── NotReady               a stream did not come to run in time, or has failed
@@ -76,6 +77,14 @@ class ConfigError(MillstreamError):
 
 class SecretError(ConfigError):
     """A password reference (`env:NAME`, `file:PATH`) cannot be resolved."""
+
+
+class UnknownName(ConfigError):
+    """What was named is not there: a table, a journal, a dead letter, a schema change, a snapshot. Nothing was done."""
+
+
+class UnknownStream(UnknownName):
+    """There is no stream, or no target of a stream, of the name that was given."""
 
 
 class DependencyError(MillstreamError):
@@ -205,10 +214,6 @@ class SchemaGated(MillstreamError):
 
 class StateError(MillstreamError):
     """The state store cannot be read or written."""
-
-
-class UnknownStream(StateError):
-    """There is no stream, or no target of a stream, of the name that was given."""
 
 
 class SnapshotError(MillstreamError):

@@ -251,10 +251,12 @@ def test_wrong_use_exits_2_without_a_traceback(arguments: list[str], said: str, 
 
 def test_as_a_process_fine_is_0_failed_is_1(file: Path, tmp_path: Path) -> None:
     assert process("check", file).returncode == 0
-    ended = process("journal", "cat", "shop", "--home", tmp_path / "h")
+    home = Home(tmp_path / "h").create()
+    home.state_path.write_text("no database")
+    ended = process("status", "--home", home.path)
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr == "error: no journal is called shop: there is none yet\nhint: check the name and --home\n"
-    debugged = process("--debug", "journal", "cat", "shop", "--home", tmp_path / "h")
+    assert ended.stderr.startswith(f"error: cannot open: state store {home.state_path}: ")
+    debugged = process("--debug", "status", "--home", home.path)
     assert debugged.returncode == 1
     assert "Traceback" in debugged.stderr
 

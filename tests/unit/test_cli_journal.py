@@ -138,8 +138,12 @@ def test_cat_reads_in_steps_without_losing_any(home: Home, monkeypatch: pytest.M
     [
         (["cat", "shop", "--from", "yesterday"], 2, "error: 'yesterday' is no place in a journal\nhint: give a seq"),
         (["cat", "shop", "--from", "x/y"], 2, "error: 'x/y' is not a log position"),
-        (["cat", "shop", "--table", "public.order"], 2, "error: the journal has no table public.order\nhint: it has"),
-        (["cat", "bank"], 1, "error: no journal is called bank: there is shop\n"),
+        (
+            ["cat", "shop", "--table", "public.order"],
+            2,
+            "error: the journal has no changes of public.order: did you mean",
+        ),
+        (["cat", "bank"], 2, "error: the home has no journal bank: it has shop\n"),
         (["cat", "shop", "--limit", "0"], 2, "--limit"),
         (["cat"], 2, "Missing argument 'NAME'"),
     ],

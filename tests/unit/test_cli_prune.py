@@ -184,8 +184,8 @@ def test_wrong_limits_are_refused(home: Home, journal: Journal, wrong: tuple[str
 
 def test_a_journal_that_is_not_there_is_refused(home: Home) -> None:
     result = millstream(home, "--older-than", "1h")
-    assert result.exit_code == 1
-    assert "no journal is called main" in result.output
+    assert result.exit_code == 2
+    assert "has no journal main" in result.output
 
 
 def test_what_is_kept_is_shown(home: Home, journal: Journal) -> None:

@@ -15,7 +15,7 @@ from millstream.engine.home import Home
 from millstream.engine.reload import RELOAD, AskedTables, progress_of, table_waiting, waiting
 from millstream.engine.reports import CaptureReport, TargetReport
 from millstream.engine.status import home_status
-from millstream.errors import StateError
+from millstream.errors import UnknownStream
 from millstream.model import Cursor, Json, StreamState
 from millstream.state.base import Runtime, Tally
 from tests.fixtures.journals import Journal, shop_table
@@ -279,12 +279,12 @@ def test_an_unreadable_journal_is_shown_and_does_not_hide_the_rest(home: Home) -
 def test_a_stream_is_asked_for_by_name(home: Home) -> None:
     assert [stream["name"] for stream in status(home, "shop")["streams"]] == ["shop"]
     result = millstream(home, "bank")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert (
         result.stderr
         == f"error: the home {home.path} has no stream bank: it has shop\nhint: check the name and --home\n"
     )
-    with pytest.raises(StateError, match="no stream has run there yet"):
+    with pytest.raises(UnknownStream, match="no stream has run there yet"):
         home_status(Home(home.path / "other"), "shop")
 
 

@@ -110,7 +110,7 @@ def test_what_is_not_there_is_an_error_that_names_the_nearest(home: Path) -> Non
     answer(home, "apply", file(home))
     for command in ("pause", "resume", "delete", "status"):
         done = millstream(home, command, "shoop")
-        assert done.exit_code == 1
+        assert done.exit_code == 2
         assert "has no stream shoop: did you mean shop?" in done.stderr
     assert "has no target logs: did you mean log?" in millstream(home, "pause", "shop", "--target", "logs").stderr
     assert Engine(home).list_streams()[0].name == "shop"
@@ -119,7 +119,7 @@ def test_what_is_not_there_is_an_error_that_names_the_nearest(home: Path) -> Non
 def test_a_home_that_is_not_there_is_not_made_to_say_so(home: Path) -> None:
     for command in (("pause",), ("resume",), ("delete",), ("reload",), ("replay", "--from-seq", "1"), ("verify",)):
         done = millstream(home, *command, "shop")
-        assert (done.exit_code, "has no stream shop: no stream has run there yet" in done.stderr) == (1, True), command
+        assert (done.exit_code, "has no stream shop: no stream has run there yet" in done.stderr) == (2, True), command
     assert "has no stream shop" in millstream(home, "journal", "rebase", "shop").stderr
     assert millstream(home, "journal", "verify").stdout == "There is no journal yet.\n"
     assert not home.exists()

@@ -106,5 +106,5 @@ def test_the_exit_code_says_whether_all_is_equal(
 
 def test_an_unknown_stream_is_an_error(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["verify", "shop", "--home", str(tmp_path / "home")])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "has no stream shop" in done.stderr

@@ -26,6 +26,7 @@ from millstream.errors import (
     OutOfRange,
     SnapshotError,
     TargetRefused,
+    UnknownName,
     UnknownStream,
 )
 from millstream.observe import Level
@@ -165,7 +166,7 @@ def test_what_cannot_be_gone_on_from_is_refused_with_the_reason(tmp_path: Path) 
     keeping.create(str(tmp_path))
     with pytest.raises(TargetRefused, match="is not empty: it is at seq 1"):
         keeping.restore(str(tmp_path))
-    with pytest.raises(SnapshotError, match="there is no snapshot 20200101T000000000Z"):
+    with pytest.raises(UnknownName, match="there is no snapshot 20200101T000000000Z"):
         engine.restore_snapshot("shop", "20200101T000000000Z", path=where)
     with pytest.raises(UnknownStream, match="has no target lag: did you mean log"):
         engine.list_snapshots("shop", "lag", path=where)

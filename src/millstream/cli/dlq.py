@@ -37,7 +37,7 @@ def list_letters(
     json: Json = False,
 ) -> None:
     """List the dead letters, oldest first, without values of their rows."""
-    letters = _chosen(_engine(home), name, target, table)
+    letters = _engine(home).dead_letters(name, target, table)
     if json:
         print_json([_listed(letter) for letter in letters])
         return
@@ -114,10 +114,6 @@ def _engine(home: str | None) -> Engine:
     return Engine(HomeDirectory.locate(home))
 
 
-def _chosen(engine: Engine, stream: str | None, target: str | None, table: str | None) -> list[Letter]:
-    return [letter for letter in engine.dead_letters(stream, target) if table in (None, letter.table)]
-
-
 def _numbers(
     engine: Engine, ids: list[int] | None, stream: str | None, target: str | None, table: str | None
 ) -> list[int]:
@@ -126,7 +122,7 @@ def _numbers(
         raise ConfigError("name letters, or what they are of, not both")
     if not ids and stream is None:
         raise ConfigError("which letters?", hint="give their numbers, or --stream NAME for all of a stream")
-    return list(ids) if ids else [letter.id for letter in _chosen(engine, stream, target, table)]
+    return list(ids) if ids else [letter.id for letter in engine.dead_letters(stream, target, table)]
 
 
 def _listed(letter: Letter) -> dict[str, Any]:

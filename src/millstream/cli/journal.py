@@ -132,15 +132,15 @@ def journals_of(home: str | None) -> list[Path]:
 
 
 def find_journal(home: str | None, name: str) -> Path:
-    """The directory of a journal. Raises JournalError that names those there are."""
-    from millstream.errors import JournalError
+    """The directory of a journal. Raises UnknownName."""
+    from millstream.errors import UnknownName
+    from millstream.names import instead
 
     paths = {path.name: path for path in journals_of(home)}
     if name not in paths:
-        known = f"there is {', '.join(paths)}" if paths else "there is none yet"
-        raise JournalError(
-            f"no journal is called {name}: {known}", hint=_meant(home, name) or "check the name and --home"
-        )
+        there = instead(name, paths, none="there is none yet")
+        hint = _meant(home, name) or "check the name and --home"
+        raise UnknownName(f"the home has no journal {name}: {there}", hint=hint)
     return paths[name]
 
 

@@ -13,9 +13,10 @@ from decimal import Decimal
 from typing import Any
 
 from millstream.changelog import BEFORE, METADATA, assemble, pieces
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, UnknownName
 from millstream.journal import JournalReader, open_slice
 from millstream.model import Json, Relation, SeqRange
+from millstream.names import instead
 from millstream.sources.decoders import messages
 from millstream.sources.postgres.lsn import parse_lsn
 
@@ -74,7 +75,8 @@ def _refuse_unknown(tables: frozenset[str], relations: dict[int, Relation]) -> N
     known = sorted({relation.table for relation in relations.values()})
     for table in sorted(tables):
         if table not in known:
-            raise ConfigError(f"the journal has no table {table}", hint=f"it has {', '.join(known)}")
+            there = instead(table, known, none="it has none yet")
+            raise UnknownName(f"the journal has no changes of {table}: {there}")
 
 
 def _read(reader: JournalReader, range: SeqRange, relations: dict[int, Relation], tables: frozenset[str]) -> list[Json]:

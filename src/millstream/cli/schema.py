@@ -9,7 +9,8 @@ import typer
 from millstream.cli.columns import Column, print_columns
 from millstream.cli.journal import Source, find_journal, journals_of, reader_of
 from millstream.cli.output import Home, Json, console, print_json
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, UnknownName
+from millstream.names import instead
 
 if TYPE_CHECKING:
     from millstream.registry.versions import Registry, Version
@@ -36,12 +37,11 @@ def list_schemas(
 ) -> None:
     """List all versions of all tables in the order in which they came."""
     paths = journals_of(home) if name is None else [find_journal(home, name)]
-    found = [
-        one
-        for path in paths
-        for one in _registry(home, path.name).all()
-        if table in (None, one.table) and tenant in (None, one.tenant)
-    ]
+    known = [one for path in paths for one in _registry(home, path.name).all()]
+    if table is not None and table not in (tables := sorted({one.table for one in known})):
+        where = f"the journal of {name}" if name is not None else "the home"
+        raise UnknownName(f"{where} has no changes of {table}: {instead(table, tables, none='it has none yet')}")
+    found = [one for one in known if table in (None, one.table) and tenant in (None, one.tenant)]
     if json:
         print_json([one.to_json() for one in found])
     elif found:
@@ -99,7 +99,7 @@ def diff(
     registry = _registry(home, name)
     after = registry.versions(table)[-1] if end is None else registry.version(table, end)
     if start is None and after.version == 1:
-        raise ConfigError(f"{table} has no version before {after.version}", hint="name another with --from")
+        raise UnknownName(f"{table} has no version before {after.version}", hint="name another with --from")
     before = registry.version(table, after.version - 1 if start is None else start)
     changes = differences(before.relation, after.relation)
     fits = compatibility(before.relation, after.relation)

@@ -14,7 +14,6 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -24,9 +23,10 @@ from millstream.engine.capture_order import CaptureOrder
 from millstream.engine.holders import holders
 from millstream.engine.home import Home
 from millstream.engine.supervisor import Supervisor
-from millstream.errors import ConfigError, HomeLocked, MillstreamError, SourceUnavailable
+from millstream.errors import ConfigError, HomeLocked, MillstreamError, SourceUnavailable, UnknownName
 from millstream.journal import JournalReader, journal_exists
 from millstream.model import AckPolicy, Relation, SourceSpec
+from millstream.names import instead
 from millstream.observe import Event, Level, Observer, Observers
 from millstream.sources import open_source, remove_source
 from millstream.state.base import StateStore
@@ -157,9 +157,8 @@ def _described(spec: SourceSpec, table: str | None) -> Relation | None:
         source.close()
     if table is None or table in found:
         return found[table] if table is not None else None
-    near = get_close_matches(table, found, n=1)
-    there = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(found)[:10]) or 'none'}"
-    raise ConfigError(f"source {spec.name} has no table {table} among those that are captured: {there}")
+    there = instead(table, sorted(found))
+    raise UnknownName(f"source {spec.name} has no table {table} among those that are captured: {there}")
 
 
 def _columns(relation: Relation) -> StructType:

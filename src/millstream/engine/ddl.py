@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from millstream.engine.gate import events
 from millstream.engine.home import Home
 from millstream.engine.receipts import forget_failures
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, UnknownName
 from millstream.journal import JournalReader, journal_exists
 from millstream.model import StreamSpec
 from millstream.registry.ddl import DdlEvent
@@ -29,11 +29,11 @@ def events_of(home: Home, store: StateStore, stream: StreamSpec) -> list[DdlEven
 
 
 def one_of(found: Sequence[DdlEvent], stream: str, id: int | str) -> DdlEvent:
-    """The event with this number."""
+    """The event with this number. Raises UnknownName."""
     for one in found:
         if str(one.id) == str(id):
             return one
-    raise ConfigError(f"stream {stream} has no schema change {id}", hint=f"see `millstream ddl list {stream}`")
+    raise UnknownName(f"stream {stream} has no schema change {id}", hint=f"see `millstream ddl list {stream}`")
 
 
 def decide(home: Home, store: StateStore, stream: StreamSpec, id: int | str, *, approved: bool) -> None:

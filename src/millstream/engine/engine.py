@@ -5,9 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -15,21 +15,20 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from millstream.config.definition import from_definition
+from millstream.engine.engine_letters import EngineLetters
 from millstream.engine.engine_snapshots import EngineSnapshots
 from millstream.engine.faults import FaultLog
 from millstream.engine.home import Home
 from millstream.engine.operations import Operations
-from millstream.engine.redelivery import Outcome
 from millstream.engine.reload import AskedTables
 from millstream.engine.replay import Asked, Place
 from millstream.engine.requests import RequestDesk, as_arguments, ask, unpacked, verify_order
 from millstream.engine.status import home_status
 from millstream.engine.stream_status import StreamStatus
 from millstream.engine.verify_report import VerifyReport
-from millstream.errors import MillstreamError, NotReady, RequestFailed, UnknownStream
+from millstream.errors import MillstreamError, NotReady, RequestFailed
 from millstream.model import Json, StreamSpec, StreamState
 from millstream.observe import Event, Level, Observer, Observers
-from millstream.state.base import Letter, StateStore
 
 if TYPE_CHECKING:
     # These bring Spark with them, which an engine that is not started does not need.
@@ -47,7 +46,7 @@ Job = tuple[Callable[[], Any], "Future[Any]"]
 T = TypeVar("T")
 
 
-class Engine(EngineSnapshots):
+class Engine(EngineLetters, EngineSnapshots):
     """The streams of a home. Implements `Replicator`; a context manager that starts and stops.
 
     Started, it runs every stream of the home, in this process. Not started, it manages them all the
@@ -310,38 +309,6 @@ class Engine(EngineSnapshots):
                 raise NotReady(f"stream {name} is {status.state.value} after {timeout:g} s: {waits}")
             pause.wait(LOOK_SECONDS)
 
-    def dead_letters(self, name: str | None = None, target: str | None = None) -> list[Letter]:
-        """The changes that targets could not take, oldest first, without the rows. Raises UnknownStream."""
-        if name is not None:
-            self.get_status(name)
-        with self._reading() as store:
-            return store.letters(name, target) if store is not None else []
-
-    def dead_letter(self, id: int) -> Letter:
-        """One of them, with its row. Raises UnknownStream."""
-        with self._reading() as store:
-            found = store.get_letter(id) if store is not None else None
-        if found is None:
-            raise UnknownStream(f"there is no dead letter {id}", hint="see `millstream dlq list`")
-        return found
-
-    def retry_letters(self, ids: Sequence[int]) -> list[Outcome]:
-        """Deliver dead letters once more. One whose row was written by a later change is removed instead.
-
-        Delivery to their targets pauses meanwhile. What still cannot be taken stays, with the new reason.
-        """
-        if self.is_running:
-            done = self._do_later(lambda operations: operations.retry_letters(ids))
-        else:
-            done = self._ask("retry_letters", {"ids": list(ids)})
-        return [Outcome(**one) for one in done["letters"]]
-
-    def purge_letters(self, ids: Sequence[int]) -> int:
-        """Give up dead letters: the target's rows stay as they are. Returns how many were removed."""
-        if self.is_running:
-            return self._do(lambda operations: operations.purge_letters(ids))
-        return int(self._ask("purge_letters", {"ids": list(ids)})["purged"])
-
     def ddl_events(self, name: str) -> list[DdlEvent]:
         """The schema changes of a stream's tables, oldest first, with what was decided. Raises UnknownStream."""
         from millstream.engine.ddl import events_of
@@ -353,7 +320,7 @@ class Engine(EngineSnapshots):
             return events_of(self._home, store, from_definition(store.get_stream(name) or {}))
 
     def ddl_event(self, name: str, id: int | str) -> DdlEvent:
-        """One of them. Raises ConfigError if there is none."""
+        """One of them. Raises UnknownName if there is none."""
         from millstream.engine.ddl import one_of
 
         return one_of(self.ddl_events(name), name, id)
@@ -365,18 +332,6 @@ class Engine(EngineSnapshots):
         else:
             self._ask("decide_ddl", {"name": name, "id": id, "approved": approved})
         return self.ddl_event(name, id)
-
-    @contextmanager
-    def _reading(self) -> Iterator[StateStore | None]:
-        """The home's state; None when there is none yet."""
-        if not self._home.state_path.exists():
-            yield None
-            return
-        store = self._home.open_state(read_only=True)
-        try:
-            yield store
-        finally:
-            store.close()
 
     # The control thread
 

@@ -5,46 +5,25 @@ from __future__ import annotations
 import math
 import queue
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from millstream.engine.engine_part import EnginePart
 from millstream.engine.faults import FaultLog
-from millstream.engine.home import Home
 from millstream.engine.operations import Operations
 from millstream.engine.requests import request, snapshot_order, unpacked
-from millstream.engine.status import unknown_stream
+from millstream.engine.unknown import unknown_stream
 from millstream.errors import ConfigError, HomeLocked, RequestFailed
 from millstream.model import Json, StreamSpec
-from millstream.observe import Observers
 
 if TYPE_CHECKING:
     from millstream.engine.snapshotter import Snapshotter
     from millstream.snapshots.manifest import TargetSnapshot
 
-T = TypeVar("T")
 
-
-class EngineSnapshots(ABC):
+class EngineSnapshots(EnginePart):
     """The part of `Engine` that is about snapshots of its targets' states."""
 
-    _home: Home
-    _observers: Observers
     _snapshotter: Snapshotter | None
-
-    @property
-    @abstractmethod
-    def is_running(self) -> bool: ...
-
-    @abstractmethod
-    def _do(self, act: Callable[[Operations], T]) -> T: ...
-
-    @abstractmethod
-    def _do_later(self, act: Callable[[Operations], Future[T]]) -> T: ...
-
-    @abstractmethod
-    def _ask(self, verb: str, arguments: Json) -> Json: ...
 
     def create_snapshot(
         self, name: str, target: str | None = None, *, path: str | None = None, format: str | None = None
@@ -112,7 +91,7 @@ class EngineSnapshots(ABC):
     def delete_snapshot(
         self, name: str, id: str, target: str | None = None, *, path: str | None = None
     ) -> TargetSnapshot:
-        """Remove a snapshot; returns what it was. Raises SnapshotError if there is none."""
+        """Remove a snapshot; returns what it was. Raises UnknownName if there is none."""
         from millstream.snapshots.store import SnapshotStore
 
         snapshot = self._one(name, id, target, path)

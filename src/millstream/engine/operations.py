@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from millstream.config.definition import definition, from_definition
@@ -22,8 +21,8 @@ from millstream.engine.leaving import Leaving
 from millstream.engine.redelivery import Outcome, Redelivery
 from millstream.engine.reload import AskedTables, Reload, ask_for_added
 from millstream.engine.replay import Asked, Replay
-from millstream.engine.status import unknown_stream
-from millstream.errors import ConfigError, MillstreamError, NotReady, RequestFailed, UnknownStream
+from millstream.engine.unknown import unknown_stream, unknown_target
+from millstream.errors import ConfigError, MillstreamError, NotReady, RequestFailed, UnknownName
 from millstream.failpoint import failpoint
 from millstream.journal import JournalReader
 from millstream.model import Json, StreamSpec
@@ -248,7 +247,7 @@ class Operations:
     def retry_letters(self, ids: Sequence[int]) -> Future[Json]:
         """Deliver dead letters once more, each only if its row was not written since. Their targets pause for it.
 
-        Raises UnknownStream for an id that is not there, before anything is done. The answer has what became of them,
+        Raises UnknownName for an id that is not there, before anything is done. The answer has what became of them,
         as `letters`. One that goes while the batch at hand ends, because that has written its row, is not among them.
         """
         owners: dict[tuple[str, str], list[int]] = {}
@@ -274,7 +273,7 @@ class Operations:
         return self._after(list(owners), ended)
 
     def purge_letters(self, ids: Sequence[int]) -> int:
-        """Forget dead letters: what they would have done is given up. Raises UnknownStream as `retry_letters`."""
+        """Forget dead letters: what they would have done is given up. Raises UnknownName as `retry_letters`."""
         owners = Counter((letter.stream, letter.target) for letter in self._letters(ids).values())
         removed = self._store.remove_letters(ids)
         for (name, target), count in owners.items():
@@ -285,7 +284,7 @@ class Operations:
         known = {letter.id: letter for letter in self._store.letters()}
         missing = [str(id) for id in ids if id not in known]
         if missing:
-            raise UnknownStream(f"there is no dead letter {', '.join(missing)}", hint="see `millstream dlq list`")
+            raise UnknownName(f"there is no dead letter {', '.join(missing)}", hint="see `millstream dlq list`")
         return {id: known[id] for id in ids}
 
     def stream(self, name: str) -> StreamSpec:
@@ -354,9 +353,7 @@ class Operations:
         if target is None:
             return known
         if target not in known:
-            near = get_close_matches(target, known, n=1)
-            there = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
-            raise UnknownStream(f"stream {name} has no target {target}: {there}")
+            raise unknown_target(f"stream {name}", target, known)
         return [target]
 
     def _what(self, name: str, target: str | None) -> str:

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from millstream.engine.capture_order import Rebase
 from millstream.engine.home import Home
-from millstream.engine.status import unknown_stream
-from millstream.errors import JournalError, JournalMismatch, StateError
+from millstream.engine.unknown import unknown_stream
+from millstream.errors import JournalError, JournalMismatch
 from millstream.journal import JournalReader
 from millstream.model import Cursor, Json
 from millstream.state.base import EpochRecord, StateStore
@@ -117,7 +117,7 @@ def finish_rebase(home: Home, store: StateStore, request: RebaseRequest, journal
 def _plan(home: Home, store: StateStore, stream: str) -> RebaseRequest:
     definition = store.get_stream(stream)
     if definition is None:
-        raise StateError(f"the home {home.path} knows no stream {stream}", hint="check the name and --home")
+        raise unknown_stream(stream, store.list_streams(), home)
     source = str(definition["source"]["name"])
     known = {name: store.get_stream(name) or {} for name in store.list_streams()}
     sharing = {name: one for name, one in known.items() if one["source"]["name"] == source}

@@ -10,11 +10,11 @@ from difflib import get_close_matches
 from typing import Any
 
 from millstream.engine.fit import open_target
+from millstream.engine.unknown import is_for, refuse_unknown_tables
 from millstream.errors import ConfigError, NotReady, NotSupported, SecretError, SourceError
 from millstream.failpoint import failpoint
 from millstream.model import Json, Mode, StreamSpec
 from millstream.sources import can_copy, captured_tables, key_range
-from millstream.sources.postgres.patterns import parse_patterns
 from millstream.state.base import StateStore
 from millstream.targets.base import Reloadable, Target
 
@@ -163,12 +163,6 @@ def ask_for_added(store: StateStore, stream: StreamSpec, before: Json) -> None:
             store.save_note(stream.name, spec.name, RELOAD, record)
 
 
-def is_for(patterns: Sequence[str], name: str) -> bool:
-    """Whether one of the patterns means the table of this name."""
-    schema, _, table = name.partition(".")
-    return any(pattern.matches(schema, table) for pattern in parse_patterns(patterns))
-
-
 class Reload:
     """Of tables of a stream at some of its targets. `check` changes nothing."""
 
@@ -186,7 +180,7 @@ class Reload:
                 hint="give it a new target for another copy",
             )
         can_copy(self._stream.source)
-        self._check_names()
+        refuse_unknown_tables(self._stream, self._asked.names)
         lost = self._store.needs_reload(self._stream.name)
         for spec in self._specs:
             what = f"target {spec.name} of stream {self._stream.name}"
@@ -246,14 +240,6 @@ class Reload:
             )
         with suppress(SourceError, SecretError):
             key_range(self._stream.source, name, where)
-
-    def _check_names(self) -> None:
-        for name in self._asked.names:
-            if not is_for(self._stream.source.tables, name):
-                raise ConfigError(
-                    f"stream {self._stream.name} has no table {name}",
-                    hint=f"write schema.table; its tables are {', '.join(self._stream.source.tables)}",
-                )
 
     def run(self) -> None:
         """Write down what is to be copied. What was asked before, and has not ended, is done too."""

@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from difflib import get_close_matches
 from typing import Any
 
 from millstream.engine.fit import open_target
 from millstream.engine.home import Home
-from millstream.errors import ConfigError, NotReady, NotSupported, OutOfRange
+from millstream.errors import ConfigError, NotReady, NotSupported, OutOfRange, UnknownName
 from millstream.failpoint import failpoint
 from millstream.journal import JournalReader
 from millstream.model import Checkpoint, Json, Mode, SeqRange, StreamSpec
+from millstream.names import instead
 from millstream.sources.patterns import matcher
 from millstream.sources.positions import parse_position
 from millstream.state.base import StateStore
@@ -180,9 +180,8 @@ class Replay:
         known = sorted({one.table for one in self._reader.relations().values() if matcher(self._own())(one)})
         for table in self._asked.tables:
             if table not in known:
-                near = get_close_matches(table, known, n=1)
-                there = f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'no table yet'}"
-                raise ConfigError(f"the journal has no changes of {table} for stream {self._stream.name}: {there}")
+                there = instead(table, known, none="it has no table yet")
+                raise UnknownName(f"the journal has no changes of {table} for stream {self._stream.name}: {there}")
 
     def _own(self) -> tuple[str, ...]:
         return self._stream.source.tables

@@ -20,9 +20,9 @@ from millstream.config.definition import definition, from_definition, has_secret
 from millstream.engine.faults import FaultLog
 from millstream.engine.home import Home
 from millstream.engine.operations import Operations
-from millstream.engine.reload import AskedTables, is_for
+from millstream.engine.reload import AskedTables
 from millstream.engine.replay import Asked
-from millstream.engine.status import unknown_stream
+from millstream.engine.unknown import refuse_unknown_tables, unknown_stream
 from millstream.errors import ConfigError, HomeLocked, MillstreamError, RequestFailed
 from millstream.failpoint import failpoint
 from millstream.model import Json, StreamSpec
@@ -80,11 +80,7 @@ def verify_order(operations: Operations, arguments: Mapping[str, Any], done: Cal
 
     name = arguments["name"]
     targets = operations.comparable(name, arguments["target"])
-    patterns = operations.stream(name).source.tables
-    for table in arguments["tables"]:
-        if not is_for(patterns, table):
-            hint = f"write schema.table; its tables are {', '.join(patterns)}"
-            raise ConfigError(f"stream {name} has no table {table}", hint=hint)
+    refuse_unknown_tables(operations.stream(name), arguments["tables"])
     return Order(name, targets, Asked(tuple(arguments["tables"]), bool(arguments["repair"])), done)
 
 

@@ -21,7 +21,7 @@ from millstream.engine.reload import given_up
 from millstream.engine.ticker import Ticker
 from millstream.engine.uncaptured import Uncaptured
 from millstream.engine.verify import Place
-from millstream.errors import MillstreamError, SparkEnded, UnknownStream
+from millstream.errors import MillstreamError, NotReady, SparkEnded
 from millstream.failpoint import failpoint
 from millstream.model import Mode, StreamSpec, StreamState, TargetSpec
 from millstream.observe import Event, Level, Observer
@@ -135,7 +135,7 @@ class RunningStreams:
         member = self._roster.by_name.get(name)
         spec = next((one for one in member.spec.targets if one.name == target), None) if member else None
         if member is None or spec is None:
-            raise UnknownStream(f"stream {name} with a target {target} does not run here")
+            raise NotReady(f"stream {name} with a target {target} does not run here")
         capture = self._roster.by_source[member.spec.source.name]
         self._roster.held[name, target] = ""
         member.stop([target])

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime, timedelta
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from millstream.engine.home import Home, Owner
@@ -24,7 +23,7 @@ from millstream.engine.replay import DONE, REWOUND, RUNNING
 from millstream.engine.reports import CaptureReport, TargetReport
 from millstream.engine.stream_status import ALIVE, HomeStatus, SourceStatus, StreamStatus, TargetStatus
 from millstream.engine.table_status import TableStatus, tables_of
-from millstream.errors import UnknownStream
+from millstream.engine.unknown import unknown_stream
 from millstream.model import Checkpoint, Cursor, Json, StreamState
 from millstream.snapshots import RESTORE, SNAPSHOT
 from millstream.state.base import Fault, LetterState, Runtime, StateStore
@@ -65,16 +64,6 @@ def home_status(
         )
     finally:
         store.close()
-
-
-def unknown_stream(name: str, known: Sequence[str], home: Home) -> UnknownStream:
-    """The error for a name that the home does not have, with the one that may have been meant."""
-    near = get_close_matches(name, known, n=1)
-    if near:
-        there = f"did you mean {near[0]}?"
-    else:
-        there = f"it has {', '.join(known)}" if known else "no stream has run there yet"
-    return UnknownStream(f"the home {home.path} has no stream {name}: {there}", hint="check the name and --home")
 
 
 def _stream(

@@ -25,7 +25,7 @@ from millstream.errors import (
     NotReady,
     NotSupported,
     RequestFailed,
-    UnknownStream,
+    UnknownName,
     VerifyFailed,
 )
 from millstream.model import Json, Mode
@@ -139,11 +139,16 @@ class Verifier:
         order.done(answer)
 
     def _report(self, order: Order, stopping: threading.Event) -> VerifyReport:
-        """Every target's verdict. One that cannot be compared keeps no other from it; alone it is an error."""
+        """Every target's verdict. One that cannot be compared keeps no other from it; alone it is an error.
+
+        So is a table that no target can be asked for: the stream does not have it.
+        """
         verdicts, failures = [], {}
         for target in order.targets:
             try:
                 verdicts.append(self._one(order, target, stopping))
+            except UnknownName:
+                raise
             except MillstreamError as failed:
                 if len(order.targets) == 1:
                     raise
@@ -158,7 +163,7 @@ class Verifier:
         stream = self._running.spec(order.stream)
         spec = next((one for one in stream.targets if one.name == target), None) if stream else None
         if stream is None or spec is None:
-            raise UnknownStream(f"stream {order.stream} with a target {target} does not run here")
+            raise NotReady(f"stream {order.stream} with a target {target} does not run here")
         if stream.mode is Mode.SNAPSHOT:
             raise NotSupported(
                 f"stream {stream.name} gets no changes: its targets cannot be brought to a position of the source",

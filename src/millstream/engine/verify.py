@@ -27,7 +27,7 @@ from millstream.engine.fit import open_target
 from millstream.engine.opening import Opening
 from millstream.engine.verify_report import TableVerdict, TargetVerdict
 from millstream.engine.watching import Progress, watched
-from millstream.errors import ConfigError, NotSupported, VerifyFailed
+from millstream.errors import NotSupported, UnknownName, VerifyFailed
 from millstream.journal import JournalReader
 from millstream.journal.places import position_text
 from millstream.model import Relation, StreamSpec, TargetSpec
@@ -335,7 +335,7 @@ def _chosen(found: SnapshotPlan, names: Sequence[str]) -> list[Relation]:
     known = {relation.table: relation for relation in relations}
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise ConfigError(f"the stream has no table {unknown[0]}", hint=f"it has {', '.join(sorted(known))}")
+        raise UnknownName(f"the stream has no table {unknown[0]}", hint=f"it has {', '.join(sorted(known))}")
     return [known[name] for name in names]
 
 

@@ -12,7 +12,7 @@ from millstream.engine.faults import FaultLog
 from millstream.engine.home import Home
 from millstream.engine.operations import Operations
 from millstream.engine.requests import request, unpacked, verify_order
-from millstream.engine.status import unknown_stream
+from millstream.engine.unknown import unknown_stream
 from millstream.engine.verify_report import VerifyReport
 from millstream.errors import HomeLocked
 from millstream.model import Json

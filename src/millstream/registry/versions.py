@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from millstream.errors import ConfigError, OutOfRange
+from millstream.errors import OutOfRange, UnknownName
 from millstream.journal import InForce, JournalReader
 from millstream.journal.places import position_text, time_text
 from millstream.model import Checkpoint, Json, Relation
+from millstream.names import instead
 from millstream.registry.structure import Change, differences, fingerprint, structure
 
 
@@ -82,10 +83,10 @@ class Registry:
         return sorted(self._versions)
 
     def versions(self, table: str) -> list[Version]:
-        """All versions of a table, in order. Raises ConfigError."""
+        """All versions of a table, in order. Raises UnknownName."""
         if table not in self._versions:
-            known = ", ".join(self.tables()) or "none yet"
-            raise ConfigError(f"the journal of {self.source} has no table {table}", hint=f"it has {known}")
+            there = instead(table, self.tables(), none="it has none yet")
+            raise UnknownName(f"the journal of {self.source} has no table {table}: {there}")
         return list(self._versions[table])
 
     def all(self) -> Iterator[Version]:
@@ -96,7 +97,7 @@ class Registry:
         """A version by its number."""
         found = self.versions(table)
         if not 1 <= number <= len(found):
-            raise ConfigError(f"{table} has no version {number}", hint=f"it has 1 to {len(found)}")
+            raise UnknownName(f"{table} has no version {number}", hint=f"it has 1 to {len(found)}")
         return found[number - 1]
 
     def at_seq(self, table: str, seq: int) -> Version:
@@ -124,7 +125,7 @@ class Registry:
     def by_id(self, number: int) -> Version:
         """The version to which `_ms_schema` of a change refers; where it was in force more than once, the last."""
         if number not in self._by_id:
-            raise ConfigError(
+            raise UnknownName(
                 f"no change of {self.source} has the schema {number}",
                 hint="numbers from 1073741824 on are of rows that a baseline brought before the first change",
             )

@@ -17,7 +17,7 @@ import socket
 from datetime import UTC, datetime
 from difflib import get_close_matches
 
-from millstream.errors import SnapshotError
+from millstream.errors import SnapshotError, UnknownName
 from millstream.failpoint import failpoint
 from millstream.model import Json
 from millstream.snapshots.files import open_files
@@ -50,7 +50,7 @@ class SnapshotStore:
         return None if data is None else TargetSnapshot.from_bytes(data, self.base, folder)
 
     def get(self, stream: str, target: str, id: str) -> TargetSnapshot:
-        """One of them; `latest` is the newest. Raises SnapshotError if there is none."""
+        """One of them; `latest` is the newest. Raises UnknownName, and SnapshotError where there is none at all."""
         where = f"target {target} of stream {stream} below {self.base}"
         if id == LATEST:
             found = self.all_of(stream, target)
@@ -64,7 +64,7 @@ class SnapshotStore:
             known = [one.id for one in self.all_of(stream, target)]
             near = get_close_matches(id, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"see `millstream snapshot list {stream}`"
-            raise SnapshotError(f"there is no snapshot {id} of {where}", hint=hint)
+            raise UnknownName(f"there is no snapshot {id} of {where}", hint=hint)
         return found_one
 
     def begin(self, stream: str, target: str, home: str) -> str:
