@@ -38,6 +38,7 @@ ELSEWHERE = {
     "retention.segment_removed": "tests/unit/journal/test_journal_kills.py",
     # The chaos stream asks for no trigger.
     "capture.trigger_installed": "tests/integration/test_capture_process.py",
+    "journal.told_written": "tests/unit/journal/test_journal_kills.py",
     # The chaos stream begins with the first change.
     **dict.fromkeys(
         (

@@ -98,6 +98,55 @@ def test_it_waits_for_approval_where_the_stream_says_so(engine: Engine, database
         await_that(lambda: list(noticed(engine).values()) == ["partition_detached public.parts applied"])
 
 
+def test_what_the_trigger_tells_is_gated_before_the_first_change_after_it(
+    engine: Engine, database: Database, tmp_path: Path
+) -> None:
+    database.sql(TABLES)
+    shop = Everywhere(engine, database, tmp_path, "public.orders", "public.items", "public.parts", only="copy")
+    watchful(shop, rewrite="gate", drop_table="halt")
+    options = {**shop.stream.source.options, "ddl_trigger": True}
+    shop.stream = replace(shop.stream, source=replace(shop.stream.source, options=options))
+
+    def state() -> StreamState:
+        return engine.get_status("shop").targets[0].state
+
+    with engine:
+        engine.upsert_stream(shop.stream)
+        engine.await_ready("shop", 120)
+        shop.await_equal("items", "orders")
+        orders = shop.held("copy", "orders")
+        database.sql("INSERT INTO items VALUES (6, 'before')")
+        items = shop.expected("items")
+        rewrite = "ALTER TABLE orders ALTER note TYPE text USING note || '!'"
+        database.sql(f"BEGIN; INSERT INTO items VALUES (7, 'with'); {rewrite}; COMMIT; DELETE FROM orders WHERE id = 1")
+        await_that(lambda: state() is StreamState.GATED)
+        assert noticed(engine) == {"c1": "rewrite public.orders pending"}
+        rewritten = engine.ddl_event("shop", "c1")
+        said = rewritten.to_json()
+        assert (said["id"], said["since"], rewritten.version.changes[0].in_words()) == (
+            *("c1", None),
+            "rewrite: type of a column",
+        )
+        assert engine.get_status("shop").targets[0].seq == said["checkpoint"]["seq"]
+        assert (shop.held("copy", "items"), shop.held("copy", "orders")) == (items, orders)
+        engine.decide_ddl("shop", "c1", approved=False)
+        await_that(lambda: state() is StreamState.FAILED)
+        engine.decide_ddl("shop", "c1", approved=True)
+        shop.await_equal("items", "orders")
+        database.sql("DROP TABLE parts; INSERT INTO items VALUES (8, 'after')")
+        await_that(lambda: state() is StreamState.FAILED)
+        assert "drop_table: public.parts) is not to be applied" in str(engine.get_status("shop").targets[0].error)
+        assert (8, "after") not in shop.held("copy", "items")
+        engine.decide_ddl("shop", "c2", approved=True)
+        shop.await_equal("items")
+        both = {"c1": "rewrite public.orders applied", "c2": "drop_table public.parts applied"}
+        await_that(lambda: noticed(engine) == both)
+        # Looks that were taken meanwhile have found none of it again.
+        database.sql("TRUNCATE items")
+        shop.await_equal("items")
+        assert noticed(engine) == both
+
+
 def test_a_table_that_a_pattern_names_is_captured_and_copied_when_it_comes(
     engine: Engine, database: Database, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""The event trigger that tells each ALTER in the log: it comes, it goes, and nobody is held up by it."""
+"""The event triggers that tell each ALTER in the log: they come, they go, and nobody is held up by them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from millstream.errors import PreflightError
+from millstream.observe import Event
 from millstream.sources.postgres.options import PostgresOptions
 from millstream.sources.postgres.preflight import preflight
 from millstream.sources.postgres.removal import remove
@@ -75,16 +76,36 @@ def test_it_tells_what_the_catalog_knew_when_a_table_was_altered(any_database: D
 def test_it_comes_when_it_is_asked_for_and_goes_again(database: Database, tmp_path: Path) -> None:
     database.sql("CREATE TABLE t (id int PRIMARY KEY)")
     with drive(database, tmp_path, options=TRIGGER):
-        assert made_on(database) == (1, 2, 1)
+        assert made_on(database) == (3, 4, 1)
     with drive(database, tmp_path):
         assert made_on(database) == (0, 0, 0)
     with drive(database, tmp_path, options=TRIGGER):
         database.sql(f"ALTER EVENT TRIGGER {database.name}_ddl DISABLE; CREATE TABLE _millstream.somebodys (id int)")
-    with drive(database, tmp_path, options=TRIGGER) as capture:
+    events: list[Event] = []
+    with drive(database, tmp_path, options=TRIGGER, events=events) as capture:
         capture.catch_up()
-        assert database.sql("SELECT evtenabled FROM pg_event_trigger") == [("A",)]
+        assert database.sql("SELECT evtenabled FROM pg_event_trigger") == [("A",)] * 3
+        assert [event.kind for event in events] == ["source.trigger_replaced"]
     remove(source_spec(database))
     assert made_on(database) == (0, 0, 1), "what is somebody else's stays"
+
+
+def test_those_of_an_earlier_version_are_replaced_and_that_is_said(database: Database, tmp_path: Path) -> None:
+    database.sql("CREATE TABLE t (id int PRIMARY KEY); CREATE SCHEMA _millstream")
+    slot, body = database.name, "LANGUAGE plpgsql AS 'BEGIN END'"
+    database.sql(
+        f"CREATE FUNCTION _millstream.{slot}_tell(tables oid[]) RETURNS void {body}; "
+        f"CREATE FUNCTION _millstream.{slot}_ddl() RETURNS event_trigger {body}; CREATE EVENT TRIGGER {slot}_ddl "
+        f"ON ddl_command_end WHEN TAG IN ('ALTER TABLE') EXECUTE FUNCTION _millstream.{slot}_ddl()"
+    )
+    events: list[Event] = []
+    with drive(database, tmp_path, options=TRIGGER, events=events) as capture:
+        assert made_on(database) == (3, 4, 1)
+        assert [event.kind for event in events] == ["source.trigger_replaced"]
+        capture.connect()
+        assert len(events) == 1, "once"
+    remove(source_spec(database))
+    assert made_on(database) == (0, 0, 0)
 
 
 def test_who_may_not_have_it_is_told(database: Database, tmp_path: Path, role: str) -> None:
@@ -96,6 +117,12 @@ def test_who_may_not_have_it_is_told(database: Database, tmp_path: Path, role: s
     with closing(PostgresSource(spec, tmp_path)) as source, pytest.raises(PreflightError, match="event trigger"):
         source.prepare()
     assert made_on(database) == (0, 0, 0)
+    with drive(database, tmp_path / "superuser's", options=TRIGGER):
+        assert made_on(database) == (3, 4, 1)
+    plain = replace(source_spec(database), uri=uri)
+    with closing(PostgresSource(plain, tmp_path)) as source, pytest.raises(PreflightError, match="may not drop") as no:
+        source.prepare()
+    assert f'DROP EVENT TRIGGER "{database.name}_ddl"' in str(no.value.hint)
 
 
 def test_an_alter_goes_through_whatever_becomes_of_it(database: Database, tmp_path: Path, role: str) -> None:
@@ -104,7 +131,7 @@ def test_an_alter_goes_through_whatever_becomes_of_it(database: Database, tmp_pa
         uri = make_conninfo(database.uri, user=role)
         with psycopg.connect(uri, autocommit=True) as plain:
             plain.execute("ALTER TABLE t ADD COLUMN a int DEFAULT 1")
-            database.sql(f"DROP FUNCTION _millstream.{database.name}_tell(oid[])")
+            database.sql(f"DROP FUNCTION _millstream.{database.name}_tell")
             plain.execute("ALTER TABLE t ADD COLUMN b int DEFAULT 2")
         database.sql("INSERT INTO t VALUES (1)")
         capture.catch_up()

@@ -21,6 +21,7 @@ from millstream.errors import JournalFull, PreflightError, SourceHalted, SourceU
 from millstream.failpoint import failpoint
 from millstream.journal.format import SEGMENT_BYTES
 from millstream.journal.head import journal_exists
+from millstream.journal.looks import CatalogChange
 from millstream.journal.writer import JournalWriter
 from millstream.model import AckPolicy, Json
 from millstream.observe import Event, Level, counted
@@ -95,6 +96,8 @@ class CaptureLoop:
                 self._append(writer, block)
                 if block.open_transaction:
                     continue
+                if block.told:
+                    self._hear(writer)
                 if block.look is not None:
                     self._note_look(writer, block.look)
                 if self._between(writer, block):
@@ -115,14 +118,23 @@ class CaptureLoop:
             said = f"another server took the place of source {self._spec.name}, and has all that the journal has"
             self._event("capture.source_moved", said, Level.WARNING, changed=changed, position=writer.end)
 
+    def _hear(self, writer: JournalWriter) -> None:
+        """What the log told of tables is to be known at once: deliveries may have to wait for it."""
+        self._commit(writer, now=True)
+        for found in writer.heard:
+            self._tell_of(found, f"told at {self._text(found.position)}")
+
     def _note_look(self, writer: JournalWriter, look: Look) -> None:
         """What a look at the catalog found stands in the journal behind every change that was committed before it."""
         self._commit(writer, now=True)
         for found in writer.note_look(look):
-            what = f"{found.kind} of {found.table}" + (f": {found.part}" if found.part else "")
-            fields = {"id": f"c{found.number}", "change": found.kind, "table": found.table, "partition": found.part}
-            self._event("source.catalog_changed", f"{what}: no change tells of it", Level.WARNING, **fields)
+            self._tell_of(found, "no change tells of it")
         failpoint("capture.look_saved")
+
+    def _tell_of(self, found: CatalogChange, how: str) -> None:
+        what = f"{found.kind} of {found.table}" + (f": {found.part}" if found.part else "")
+        fields = {"id": f"c{found.number}", "change": found.kind, "table": found.table, "partition": found.part}
+        self._event("source.catalog_changed", f"{what}: {how}", Level.WARNING, **fields)
 
     def _between(self, writer: JournalWriter, block: Block) -> bool:
         """Everything that is done between two transactions. True when it is time to stop."""

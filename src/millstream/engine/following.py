@@ -156,7 +156,7 @@ class Following:
         """Whether the target's baseline was taken after it."""
         epoch = self._store.current_epoch(stream.name, target)
         after = epoch.after_position if epoch is not None else None
-        return after is not None and one.checkpoint.position <= after
+        return after is not None and one.is_before(after)
 
     def _changes(self, stream: StreamSpec) -> Sequence[CatalogChange]:
         """What capture of its source has found; nothing while there is no journal."""

@@ -119,7 +119,7 @@ class Gate:
             Closed(max(one.seq, seq), one, policy, said is not None)
             for one, policy in self._noticed
             if ((said := decided.get(one.key)) is None or said.decision is Decision.REJECTED)
-            and (after_position is None or one.checkpoint.position > after_position)
+            and not (after_position is not None and one.is_before(after_position))
             and receipt(done, self._target, one.number) not in (APPLIED, LEFT)
         ]
 

@@ -263,8 +263,8 @@ class Catalog:
             self._schemas = raw, parse_schemas(raw)
         return [one for one in self._schemas[1] if one.seq <= head.seq]
 
-    def changes(self) -> list[CatalogChange]:
-        """What happened to tables without a word in the log, in the order in which it was found."""
+    def changes(self, head: Head) -> list[CatalogChange]:
+        """What happened to tables without a row in the log, in the order in which it was found, up to a head."""
         for left in reversed(range(_LOOK_TRIES)):
             try:
                 raw = self._files.read_all(LOOKS)
@@ -278,7 +278,7 @@ class Catalog:
                 # A large one is read in pieces, and may have been replaced between two of them.
                 if not left:
                     raise
-        return list(self._changes[1])
+        return [one for one in self._changes[1] if one.is_covered(head.covered)]
 
 
 def _closed(entries: Sequence[Entry]) -> Iterator[View]:

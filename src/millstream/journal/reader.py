@@ -98,8 +98,8 @@ class JournalReader:
         return self.schemas_of_rows() if written is None else written
 
     def catalog_changes(self) -> list[CatalogChange]:
-        """What happened to tables without a word in the log, in the order in which it was found."""
-        return self._catalog.changes()
+        """What happened to tables without a row in the log, in the order in which it was found."""
+        return self._catalog.changes(self._visible())
 
     def schemas_of_rows(self) -> list[InForce]:
         """The same, as far as the retained rows themselves tell it."""

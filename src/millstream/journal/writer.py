@@ -73,7 +73,7 @@ class JournalWriter:
         self._publish()
         tables, reader = [one.table for one in self._relations.described], JournalReader([str(path)])
         self._schemas = SchemaLog(path, tables, state.end.seq, tenant, reader.schemas_of_rows)
-        self._looks = LookFile(path)
+        self._looks = LookFile(path, state.end.covered)
 
     @classmethod
     def create(
@@ -208,6 +208,7 @@ class JournalWriter:
         first_seq = self._pending.end.seq + 1
         self._pending.add(block, self._relations.count)
         self._schemas.note(block.rows, first_seq)
+        self._looks.hear(block.told, block.rows, first_seq)
         failpoint("journal.appended")
         if self._pending.full(self._flush_bytes):
             try:
@@ -229,6 +230,7 @@ class JournalWriter:
         try:
             self._relations.sync()
             self._schemas.sync()
+            self._looks.sync()
             self._write_rows()
             closed = self._tail.commit(self._pending.end)
             if closed:
@@ -245,8 +247,13 @@ class JournalWriter:
 
     @property
     def look(self) -> Json | None:
-        """The last look at the source's catalog that is durable (`state`, `position`, `at`)."""
+        """The last look at the source's catalog as noted (`state`, `position`, `at`), and what was `told` after."""
         return self._looks.look
+
+    @property
+    def heard(self) -> Sequence[CatalogChange]:
+        """What the source's log told of its tables with the last commit."""
+        return self._looks.heard
 
     def note_look(self, look: Look) -> Sequence[CatalogChange]:
         """Make a look at the source's catalog durable; returns what it found. Nothing may be pending."""
@@ -373,6 +380,7 @@ class JournalWriter:
         self._tail.go_back()
         self._pending.reset(self._tail.end)
         self._schemas.go_back(self._tail.end.seq)
+        self._looks.go_back(self._tail.end.covered)
 
     def _publish(self) -> None:
         """Let readers see what is committed, and the closed segments as they are now."""

@@ -91,6 +91,21 @@ class Found:
     """The partition that it is about, if it is."""
     copies: bool = False
     """Whether rows came, went or changed by it: only a copy of the table brings that to targets."""
+    reason: str | None = None
+    """By what, in a few words, if the source says it."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the log itself told of tables, in a transaction: it stands in the journal before that transaction."""
+
+    position: int
+    """The transaction's commit position,"""
+    at: datetime
+    """and when it was committed."""
+    event: Json
+    """The source's own, with the same `position`: a look that is older is brought up to it by that."""
+    found: tuple[Found, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,6 +120,8 @@ class Look:
     """and after this one: what was found was committed between them."""
     at: datetime
     found: tuple[Found, ...] = ()
+    told: tuple[Json, ...] = ()
+    """Events of what the log has told already, and this look may not have seen."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +137,7 @@ class Block:
     `behind` says that much more is there already: its rows need not be visible at once.
     `look` is made durable once this block and all before it are; it comes between transactions, and everything that
     was committed before its position has come by then.
+    `told` is durable before the block is visible; the transactions that told it end with this block, or in it.
     """
 
     rows: pa.RecordBatch | None = None
@@ -127,6 +145,7 @@ class Block:
     progress: int | None = None
     behind: bool = False
     look: Look | None = None
+    told: tuple[Told, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -233,7 +252,8 @@ class Source(Protocol):
     def recall(self, descriptions: Sequence[Relation], end: int, look: Json | None = None) -> None:
         """All descriptions that the journal has, in the order in which they came, and its end: before each `check`.
 
-        `look`: the last one that is durable (`state`, `position`, `at`); None if there was none.
+        `look`: the last one that is durable (`state`, `position`, `at`), and what was `told` since, in order; None if
+        there was none.
         """
 
     def capture(self, start: int, register: Registrar) -> Iterator[Block]:

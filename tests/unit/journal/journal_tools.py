@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from millstream.journal import JOURNAL, JournalReader, JournalWriter, open_slice
 from millstream.model import Column, Relation, SeqRange
-from millstream.sources.base import CAPTURED, Block
+from millstream.sources.base import CAPTURED, Block, Told
 
 START = 1_000
 RELATIONS = 4
@@ -100,11 +100,11 @@ def block(*transactions: Transaction, **facts: Any) -> Block:
     return Block(pa.concat_batches([one.rows for one in transactions]), **facts)
 
 
-def append_in_parts(writer: JournalWriter, transaction: Transaction, rows: int) -> None:
-    """Append one transaction as several blocks, all but the last with the transaction open."""
+def append_in_parts(writer: JournalWriter, transaction: Transaction, rows: int, told: tuple[Told, ...] = ()) -> None:
+    """Append one transaction as several blocks, all but the last with the transaction open; that has what was told."""
     for start in range(0, len(transaction.rows), rows):
-        part = transaction.rows.slice(start, rows)
-        writer.append(Block(part, open_transaction=start + rows < len(transaction.rows)))
+        part, goes_on = transaction.rows.slice(start, rows), start + rows < len(transaction.rows)
+        writer.append(Block(part, open_transaction=goes_on, told=() if goes_on else told))
 
 
 def numbered(transactions: Sequence[Transaction], first_seq: int = 1) -> pa.Table:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import signal
 import time
+from datetime import UTC, datetime
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from journal_tools import Maker, Transaction, append_in_parts, block, create, nu
 import millstream.journal
 from millstream.journal import JournalReader, JournalWriter, describe, verify
 from millstream.model import Retention
+from millstream.sources.base import Found, Told
 from tests.fixtures.forks import run
 
 SOURCE = Path(millstream.journal.__file__).parent
@@ -39,6 +42,16 @@ def load(round: int, maker: Maker, *, bulk: bool = False) -> list[Transaction]:
     return [maker.transaction(400)] if round % 9 == 4 else maker.transactions([1, 7, 3])
 
 
+def tells(one: Transaction) -> bool:
+    """Whether a transaction has told something of a table."""
+    return one.commit % 5 == 0
+
+
+def telling(one: Transaction) -> Told:
+    found = (Found("drop_table", f"public.t{one.commit}", one.commit),)
+    return Told(one.commit, datetime(2026, 1, 31, tzinfo=UTC), {"position": one.commit}, found)
+
+
 def go_on(path: Path, *, pruning: bool = False, bulk: bool = False) -> None:
     """Write the load from where the journal ends, and say what was committed. Runs until it is killed."""
     writer = JournalWriter.open(path, **OPTIONS) if (path / "journal.json").exists() else create(path, **OPTIONS)
@@ -49,7 +62,9 @@ def go_on(path: Path, *, pruning: bool = False, bulk: bool = False) -> None:
     for round in range(ROUNDS):
         transactions = [one for one in load(round, maker, bulk=bulk) if one.resume > writer.end]
         for one in transactions:
-            append_in_parts(writer, one, 30) if len(one.rows) > 30 and not bulk else writer.append(block(one))
+            told = (telling(one),) if tells(one) else ()
+            parts = len(one.rows) > 30 and not bulk
+            append_in_parts(writer, one, 30, told) if parts else writer.append(block(one, told=told))
         if writer.commit() is not None:
             print(writer.end, flush=True)
         writer.maintain()
@@ -79,7 +94,8 @@ def test_a_kill_at_a_durable_step_loses_and_doubles_nothing(tmp_path: Path, name
         assert head.covered >= promised[-1], "a promised commit is visible before anybody recovers"
     go_on(path, pruning=pruning, bulk=bulk)
     maker = Maker(seed=11)
-    written = numbered([one for round in range(ROUNDS) for one in load(round, maker, bulk=bulk)])
+    transactions = [one for round in range(ROUNDS) for one in load(round, maker, bulk=bulk)]
+    written = numbered(transactions)
     first = JournalReader([str(path)]).first_seq()
     assert (first > 1) == pruning
     assert first <= len(written) - 59
@@ -87,6 +103,12 @@ def test_a_kill_at_a_durable_step_loses_and_doubles_nothing(tmp_path: Path, name
     assert verify(path) == []
     reader = JournalReader([str(path)])
     assert pruning or reader.schemas() == reader.schemas_of_rows()
+    ends = accumulate((len(one.rows) for one in transactions), initial=0)
+    told = [(one.commit, seq) for one, seq in zip(transactions, ends, strict=False) if tells(one)]
+    assert len(told) > 3
+    changes = reader.catalog_changes()
+    assert [(one.oid, one.seq) for one in changes] == told, "before its transaction, and once"
+    assert [one.number for one in changes] == list(range(1, len(told) + 1))
     pruned = describe(path).retained.pruned
     gone = pruned.segment if pruned else 0
     assert all(int(file.name[:8]) > gone for file in (path / "segments").iterdir()), "nothing pruned is left on disk"
@@ -113,6 +135,7 @@ def test_the_failpoints_are_those_of_the_durable_steps() -> None:
         "journal.recovered",
         "journal.schemas_made",
         "journal.schema_written",
+        "journal.told_written",
         "retention.decided",
         "retention.manifest_published",
         "retention.segment_removed",

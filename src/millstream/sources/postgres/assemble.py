@@ -52,6 +52,10 @@ _NUMPY: dict[str, type[np.generic]] = {"tx_index": np.int32, "op": np.uint8, "re
 _RESUME = CAPTURED.get_field_index("resume_position")
 
 
+Hear = Callable[[bytes, int, int], None]
+"""Is given a message of the event trigger, and its transaction's commit position and time in Unix microseconds."""
+
+
 @dataclass(frozen=True)
 class _Open:
     """A transaction whose Commit has not arrived."""
@@ -86,12 +90,11 @@ class Assembler:
         spool: Spool,
         *,
         budget: int = BUDGET,
-        hear: Callable[[bytes, int], None] | None = None,
+        hear: Hear | None = None,
     ) -> None:
         """Transactions that end at or before `start` are dropped. `register` gives a relation's id.
 
-        `hear` is given the messages that describe altered tables, in their place, with their commit position; they
-        are no rows.
+        `hear` is given the messages that tell of tables, in their place; they are no rows.
         """
         self.received = start
         """Everything that ends at or before this position has come out of `feed`."""
@@ -101,7 +104,7 @@ class Assembler:
         self._register = register
         self._spool = spool
         self._budget = budget
-        self._hear = hear or (lambda _message, _position: None)
+        self._hear = hear or (lambda _message, _position, _at: None)
         self._open: _Open | None = None
         self._parts: list[pa.RecordBatch] = []
         self._held_bytes = 0
@@ -199,7 +202,7 @@ class Assembler:
         for described in np.flatnonzero((frames.tag == wire.RELATION) | ddl).tolist():
             if ddl[described]:
                 inside = int(np.searchsorted(found.first_message, described, side="right")) - 1
-                self._hear(frames.payload(described), int(found.commit_position[inside]))
+                self._hear(frames.payload(described), int(found.commit_position[inside]), int(found.commit_ts[inside]))
                 continue
             upto = int(np.searchsorted(row_message, described))
             relation[done:upto] = self._lookup(oid[done:upto])

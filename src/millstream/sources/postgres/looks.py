@@ -9,7 +9,8 @@ anew is in another file, and one that was altered has other entries of its colum
 
 A state is JSON: `tables` by number, each with `name`, `file`, `stamp` (of its columns' entries) and `parts` by number
 (None for a table without partitions), each of these `[name, file, stamp, joined, xid]`; `others`, tables that the
-patterns name and that are not captured; and the `patterns`.
+patterns name and that are not captured; the `patterns`; and a `snapshot` that is not younger than any of it.
+A `file` is None where a table is being written anew: it is known when the trigger tells it.
 """
 
 from __future__ import annotations
@@ -22,21 +23,24 @@ from millstream.sources.base import Found
 from millstream.sources.postgres.connection import Connection, translated
 from millstream.sources.postgres.patterns import parse_patterns
 
-_STAMP = """(SELECT md5(string_agg(a.attnum || ' ' || a.xmin, ',' ORDER BY a.attnum)) FROM pg_attribute a
+STAMP = """(SELECT md5(string_agg(a.attnum || ' ' || a.xmin, ',' ORDER BY a.attnum)) FROM pg_attribute a
     WHERE a.attrelid = {table} AND a.attnum > 0)"""
+"""Another one when an entry of a column is."""
+
+JOINED = """(SELECT string_agg(i.xmin::text, ',' ORDER BY i.inhrelid) FROM pg_partition_ancestors({leaf}) above
+    JOIN pg_inherits i ON i.inhrelid = above::oid)"""
+"""By which transactions a partition, and what it is a partition of, came to where they are."""
 
 _TABLES = f"""
     SELECT c.oid::int8, n.nspname || '.' || c.relname, c.relkind = 'p', c.relfilenode::int8,
-        {_STAMP.format(table="c.oid")}
+        {STAMP.format(table="c.oid")}
     FROM pg_publication_rel pr JOIN pg_publication p ON p.oid = pr.prpubid AND p.pubname = ANY (%s)
     JOIN pg_class c ON c.oid = pr.prrelid JOIN pg_namespace n ON n.oid = c.relnamespace"""
 
-# `joined`: by which transactions the partition, and what it is a partition of, came to where they are.
 _PARTS = f"""
     SELECT root::int8, leaf.oid::int8, n.nspname || '.' || leaf.relname, leaf.relfilenode::int8,
-        {_STAMP.format(table="leaf.oid")},
-        (SELECT string_agg(i.xmin::text, ',' ORDER BY i.inhrelid) FROM pg_partition_ancestors(leaf.oid) above
-            JOIN pg_inherits i ON i.inhrelid = above::oid),
+        {STAMP.format(table="leaf.oid")},
+        {JOINED.format(leaf="leaf.oid")},
         leaf.xmin::text::int8
     FROM unnest(%s::int8[]::oid[]) root CROSS JOIN LATERAL pg_partition_tree(root) tree
     JOIN pg_class leaf ON leaf.oid = tree.relid JOIN pg_namespace n ON n.oid = leaf.relnamespace
@@ -70,6 +74,8 @@ _FILLED = """
 def read(conn: Connection, publications: Sequence[str], patterns: Sequence[str]) -> Json:
     """What is there now."""
     with translated("looking at the catalog"):
+        # First: whatever of it is not to be seen in this snapshot may be to be seen in the catalog all the same.
+        snapshot = conn.execute("SELECT pg_current_snapshot()::text").fetchone()
         tables: dict[str, Json] = {
             str(oid): {"name": name, "file": file, "stamp": stamp, "parts": {} if partitioned else None}
             for oid, name, partitioned, file, stamp in conn.execute(_TABLES.encode(), (list(publications),)).fetchall()
@@ -81,7 +87,8 @@ def read(conn: Connection, publications: Sequence[str], patterns: Sequence[str])
         chosen = [one.schema for one in wanted], [one.name for one in wanted]
         named = conn.execute(_NAMED.encode(), chosen).fetchall()
     others = {str(oid): name for oid, name in named if str(oid) not in tables}
-    return {"tables": tables, "others": others, "patterns": list(patterns)}
+    state = {"tables": tables, "others": others, "patterns": list(patterns)}
+    return {**state, "snapshot": snapshot[0] if snapshot else None}
 
 
 def compare(
@@ -91,7 +98,7 @@ def compare(
     was, are = _parts_of(before), _parts_of(now)
     there = _existing(conn, [int(oid) for oid in before["tables"] if oid not in now["tables"]])
     there |= _existing(conn, [leaf for table, leaf in was - are])
-    filled = _filled(conn, [leaf for table, leaf in are - was])
+    full = filled(conn, [leaf for table, leaf in are - was])
     found = list(_created(before, now))
     for oid, one in before["tables"].items():
         same = now["tables"].get(oid)
@@ -102,7 +109,7 @@ def compare(
             if _rewritten(one, same):
                 found.append(Found(Kind.REWRITE, same["name"], int(oid), copies=True))
         else:
-            found += _parts(int(oid), one["parts"], same, there, filled, truncated)
+            found += _parts(int(oid), one["parts"], same, there, full, truncated)
     return found
 
 
@@ -128,7 +135,7 @@ def _parts(
     before: Json,
     now: Json,
     there: Collection[int],
-    filled: Collection[int],
+    full: Collection[int],
     truncated: Collection[tuple[int, int]],
 ) -> Iterator[Found]:
     """What has happened to the partitions of a table."""
@@ -139,15 +146,17 @@ def _parts(
             yield Found(kind, name, table, facts[0], copies=True)
     for leaf, (part, file, stamp, joined, xid) in now["parts"].items():
         if leaf not in before:
-            yield Found(Kind.PARTITION_ATTACHED, name, table, part, copies=int(leaf) in filled)
+            yield Found(Kind.PARTITION_ATTACHED, name, table, part, copies=int(leaf) in full)
             continue
         _, file_before, stamp_before, joined_before, _ = before[leaf]
         if joined != joined_before:
             # It was away in between: what was written to it then is in no log.
             yield Found(Kind.PARTITION_ATTACHED, name, table, part, copies=True)
-        elif file != file_before and stamp != stamp_before:
+        elif file_before in (file, None):
+            continue
+        elif stamp != stamp_before:
             rewritten = True
-        elif file != file_before and (table, xid) not in truncated:
+        elif (table, xid) not in truncated:
             yield Found(Kind.PARTITION_TRUNCATED, name, table, part, copies=True)
     if rewritten:
         yield Found(Kind.REWRITE, name, table, copies=True)
@@ -155,7 +164,7 @@ def _parts(
 
 def _rewritten(before: Json, now: Json) -> bool:
     """Truncating a table, which the log tells, and VACUUM FULL leave the columns alone."""
-    return bool(before["file"] != now["file"] and before["stamp"] != now["stamp"])
+    return bool(before["file"] not in (now["file"], None) and before["stamp"] != now["stamp"])
 
 
 def _parts_of(state: Json) -> set[tuple[int, int]]:
@@ -173,7 +182,7 @@ def _existing(conn: Connection, oids: Sequence[int]) -> set[int]:
     return {oid for (oid,) in rows}
 
 
-def _filled(conn: Connection, leaves: Sequence[int]) -> set[int]:
+def filled(conn: Connection, leaves: Sequence[int]) -> set[int]:
     """Those of these partitions that may have had rows before they came."""
     if not leaves:
         return set()

@@ -130,8 +130,9 @@ class PostgresOptions(_Keys):
     messages: bool = Field(True, description="Whether logical messages (pg_logical_emit_message) are captured.")
     ddl_trigger: bool = Field(
         False,
-        description="Install an event trigger on the source that writes what an ALTER TABLE made of a captured table "
-        "into the log: then a capture that is behind knows it as well as one that is not. Needs a superuser.",
+        description="Install event triggers on the source that write what commands do to tables (ALTER, CREATE, DROP, "
+        "rewrites, partitions) into the log, where it happens: then a capture that is behind knows it as well as one "
+        "that is not. Needs a superuser.",
     )
     catch_up: Literal["auto", "streaming"] = Field(
         "auto",

@@ -37,6 +37,7 @@ from millstream.sources.postgres.session import Session
 from millstream.sources.postgres.slot import ensure_slot, lock_source, release_source, slot_info
 from millstream.sources.postgres.spool import Spool
 from millstream.sources.postgres.streamed import StreamedAssembler
+from millstream.sources.postgres.telling import Ears
 from millstream.sources.postgres.watching import Watcher
 from millstream.sources.postgres.wire import check_wire
 
@@ -130,16 +131,19 @@ class PostgresSource:
         self._told = {one.oid: one for one in told if self._options.ddl_trigger}
 
     def _keep_trigger(self, control: Connection, *, changed: bool) -> None:
-        """Install the trigger if that is asked for; else see to it that there is none."""
+        """Install the triggers if that is asked for; else see to it that there are none."""
         if not self._options.ddl_trigger:
             ddl_trigger.remove(control, self._options)
             return
-        installed = ddl_trigger.is_installed(control, self._options)
-        if not installed:
+        found = ddl_trigger.found(control, self._options, self._spec.tables)
+        if found is not ddl_trigger.State.CURRENT:
             # What happened without it was not told.
             self._told.clear()
-        if changed or not installed:
-            ddl_trigger.install(control, self._options)
+        if changed or found is not ddl_trigger.State.CURRENT:
+            ddl_trigger.install(control, self._options, self._spec.tables)
+        if found is ddl_trigger.State.OTHER:
+            said = "the event triggers of ddl_trigger were others (of another version, of other tables, or off)"
+            self._tell(Event("source.trigger_replaced", f"{said}: they were replaced", Level.WARNING))
 
     # -- capture -----------------------------------------------------------------------------
 
@@ -162,12 +166,20 @@ class PostgresSource:
             watcher.describe(number, described)
             return number
 
-        def hear(message: bytes, position: int) -> None:
-            told = ddl_trigger.told(message, control, self._options)
-            if told is not None:
-                self._told[told.oid] = replace(told, types=self._options.types.chosen, told_at=position)
-                # Into the journal, so that it is known after a restart as well.
-                register(self._told[told.oid])
+        ears = Ears()
+
+        def hear(message: bytes, position: int, at_us: int) -> None:
+            said = ddl_trigger.said(message, self._options)
+            if said is None or position < assembler.received:
+                return  # not ours, or sent again
+            place, what = said
+            if isinstance(what, dict):
+                ears.hear(place, what, position, at_us)
+                return
+            told = ddl_trigger.described(what, control)
+            self._told[told.oid] = replace(told, types=self._options.types.chosen, told_at=position)
+            # Into the journal, so that it is known after a restart as well.
+            register(self._told[told.oid])
 
         kind = Assembler if self._options.protocol == 1 else StreamedAssembler
         assembler = kind(start, describe, Spool(self._work), hear=hear)
@@ -185,12 +197,16 @@ class PostgresSource:
         reading.acknowledge(self._acked)
         self._heard_at, self._watched_at = time.monotonic(), float("-inf")
         self._heard = start
+        if self._options.ddl_trigger and (first := watcher.look(start)) is not None:
+            # What is told is held against a look.
+            yield Block(look=first)
         for block in reading.blocks():
             if self._left_out is not None:
                 # Before the block: it may have a part of the transaction in which the publication went.
                 raise self._drifted(control) or drift_error([self._left_out], self._options)
             watcher.hear(block)
-            yield block
+            heard = ears.take(block)
+            yield replace(block, told=watcher.tell(heard)) if heard else block
             if not block.open_transaction:
                 self._beat(control, assembler.received)
                 self._watch(control)

@@ -31,6 +31,7 @@ from millstream.sources.postgres.assemble import (
     OPS,
     ROWS,
     Assembler,
+    Hear,
     column,
     integers,
     messages_of_ddl,
@@ -125,7 +126,7 @@ class StreamedAssembler(Assembler):
         spool: Spool,
         *,
         budget: int = BUDGET,
-        hear: Callable[[bytes, int], None] | None = None,
+        hear: Hear | None = None,
     ) -> None:
         super().__init__(start, register, spool, budget=budget, hear=hear)
         self._streams: dict[int, _Open] = {}
@@ -277,7 +278,8 @@ class StreamedAssembler(Assembler):
                 if number > 0 and number not in stream.registered:
                     stream.registered[number] = self._describe(stream.described[number - 1])
             if at < len(part):
-                self._hear(part.column("payload")[at].as_py(), end.commit_position)
+                when = end.commit_ts + wire.UNIX_OF_2000_US
+                self._hear(part.column("payload")[at].as_py(), end.commit_position, when)
             begin = at + 1
         return part.take(integers(np.flatnonzero(numbers != TOLD))) if len(told) else part
 

@@ -11,11 +11,12 @@ import numpy as np
 
 from millstream.model import Json, Op, Relation
 from millstream.registry.kinds import Kind
-from millstream.sources.base import Block, Look
-from millstream.sources.postgres import looks
+from millstream.sources.base import Block, Found, Look, Told
+from millstream.sources.postgres import looks, telling
 from millstream.sources.postgres.connection import Connection, translated
 from millstream.sources.postgres.options import PostgresOptions
 from millstream.sources.postgres.pgoutput import HEARTBEAT_PREFIX
+from millstream.sources.postgres.telling import Heard
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Watcher:
     options: PostgresOptions
     patterns: Sequence[str]
     last: Json | None
-    """The last look that was handed out: `state`, `position`, `at`."""
+    """The last look handed out: `state`, `position`, `at`; at first what the journal has, with what was `told`."""
     _unsure: dict[int, set[int]] = field(default_factory=dict)
     """By table the ids of those of its descriptions that the catalog could not complete,"""
     _doubted: set[int] = field(default_factory=set)
@@ -49,6 +50,15 @@ class Watcher:
     """By the journal's id of a description the number of its table."""
     _truncated: dict[tuple[int, int], int] = field(default_factory=dict)
     """(table, transaction) of the truncates that the last look may not have seen, with their commit positions."""
+    _events: list[Json] = field(default_factory=list)
+    """What the trigger has told since the last look, or what that may not have seen,"""
+    _now: Json = field(default_factory=dict)
+    """and the last look after it."""
+
+    def __post_init__(self) -> None:
+        if self.last is not None:
+            self._events = list(self.last.get("told", ()))
+            self._now = telling.folded(self.last["state"], self._events)
 
     def recall(self, descriptions: Sequence[Relation]) -> None:
         """What the journal has. What a process that was killed did not come to tell is doubted still."""
@@ -77,6 +87,26 @@ class Watcher:
             relation, txid, position = (block.rows.column(name)[at].as_py() for name in names)
             self._truncated[self._tables.get(relation, 0), txid] = position
 
+    def tell(self, heard: Sequence[Heard]) -> tuple[Told, ...]:
+        """What the trigger has told, in order, and means for the captured tables; what means nothing is left out."""
+        if self.last is None:
+            return ()
+        told: list[Told] = []
+        for one in heard:
+            if telling.visible(one.event, self.last["state"].get("snapshot")):
+                continue  # a journal begins with a look, which may be younger than what comes first
+            said = [each for before in told if before.position == one.position for each in before.found]
+            found: list[Found] = []
+            for each in telling.happened(self.conn, self._now, one.event):
+                # Each partition of a table that is written anew tells it.
+                if each not in said and each not in found:
+                    found.append(each)
+            self._now = telling.applied(self._now, one.event)
+            self._events.append(one.event)
+            told.append(Told(one.position, one.at, one.event, tuple(found)))
+        positions = {one.position for one in told if one.found}
+        return tuple(one for one in told if one.position in positions)
+
     def look(self, received: int) -> Look | None:
         """A look that the journal shall keep, if there is one by now. `received`: how far the log has come."""
         clock = time.monotonic()
@@ -87,14 +117,18 @@ class Watcher:
         if waiting is None or (self.last is not None and received < waiting.position):
             return None
         self._waiting = None
-        before = self.last or {"state": waiting.state, "position": waiting.position}
-        found = looks.compare(self.conn, before["state"], waiting.state, self._truncated)
+        # What it has not seen for sure is the same on both sides.
+        unseen = [one for one in self._events if not telling.visible(one, waiting.state["snapshot"])]
+        since = self.last["position"] if self.last is not None else waiting.position
+        before = self._now if self.last is not None else waiting.state
+        found = looks.compare(self.conn, before, telling.folded(waiting.state, unseen), self._truncated)
         found += looks.doubts(waiting.state, self._doubted - {one.oid for one in found if one.kind == Kind.REWRITE})
         self._doubted.clear()
         self._forget(waiting.begun)
         state = {**waiting.state, "unsure": self._counts()}
         self.last = {"state": state, "position": waiting.begun, "at": waiting.at.isoformat()}
-        return Look(state, before["position"], waiting.position, waiting.at, tuple(found))
+        self._events, self._now = unseen, telling.folded(state, unseen)
+        return Look(state, since, waiting.position, waiting.at, tuple(found), tuple(unseen))
 
     def _counts(self) -> Json:
         return {str(oid): len(ids) for oid, ids in self._unsure.items()}
@@ -108,7 +142,8 @@ class Watcher:
         begun = self._log_end()
         state = {**looks.read(self.conn, self.options.publications, self.patterns), "unsure": self._counts()}
         position = self._log_end()
-        if self.last is not None and state == self.last["state"] and not self._doubted:
+        same = self.last is not None and {**state, "snapshot": None} == {**self.last["state"], "snapshot": None}
+        if self.last is not None and same and not self._doubted and not self._events:
             self.last = {**self.last, "position": begun}
             self._forget(begun)
             return
