@@ -154,7 +154,7 @@ def test_a_store_of_another_version_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "state.db") as db:
         db.execute("pragma user_version = 99")
     db.close()
-    with pytest.raises(StateError, match="has version 99, this program knows version 7"):
+    with pytest.raises(StateError, match="has version 99, this program knows version 8"):
         SqliteStateStore(tmp_path / "state.db")
 
 
@@ -172,6 +172,7 @@ def test_a_store_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> N
             "faults",
             "requests",
             "letters",
+            "doubts",
             "reloads",
             "verifications",
             "ddl_decisions",

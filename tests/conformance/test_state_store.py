@@ -13,7 +13,7 @@ import pytest
 from millstream.errors import StateError
 from millstream.model import Cursor, StreamState
 from millstream.registry.kinds import Decided, Decision
-from millstream.state.base import EpochRecord, Fault, Letter, LetterState, Runtime, StateStore, Tally, Total
+from millstream.state.base import Doubt, EpochRecord, Fault, Letter, LetterState, Runtime, StateStore, Tally, Total
 from millstream.state.memory import HISTORY, MemoryStateStore
 from millstream.state.sqlite import SqliteStateStore
 from tests.fixtures.cursors import AT, cursor
@@ -366,6 +366,29 @@ def test_letters_are_removed_and_go_with_their_stream(store: StateStore) -> None
     store.put_stream("shop", {})
     store.delete_stream("shop")
     assert store.letters() == []
+
+
+def doubt(seq: int, *, target: str = "copy", until: int = 1000) -> Doubt:
+    return Doubt("shop", target, "public.orders", f"aaaa-{seq}", seq, str(seq), until)
+
+
+def test_what_is_in_doubt_ends_with_a_later_write_of_the_row_or_when_the_cursor_comes_to_its_end(
+    store: StateStore,
+) -> None:
+    end = cursor(9, target="copy").position
+    store.add_doubts([doubt(7), doubt(6, until=1), doubt(5, until=end), doubt(4, until=end + 1)])
+    store.add_doubts([doubt(6, until=end + 1), doubt(5, target="other", until=end)])
+    assert [(one.seq, one.until) for one in store.doubts("shop", "copy")] == [
+        (4, end + 1), (5, end), (6, end + 1), (7, 1000),
+    ]  # fmt: skip
+    store.save_cursor(cursor(9, target="copy"), superseded={"aaaa-7": 8})
+    assert store.doubts("shop", "copy") == [doubt(4, until=end + 1), doubt(6, until=end + 1)]
+    assert store.doubts("shop", "other") == [doubt(5, target="other", until=end)]
+    store.remove_doubts("shop", "copy")
+    assert store.doubts("shop", "copy") == []
+    store.put_stream("shop", {})
+    store.delete_stream("shop")
+    assert store.doubts("shop", "other") == []
 
 
 def test_targets_that_must_begin_anew_are_remembered_until_they_did(store: StateStore) -> None:

@@ -194,3 +194,38 @@ def test_a_row_of_a_baseline_that_does_not_fit_is_a_letter_too(
         assert narrow.sql(ITEMS) == database.sql(ITEMS)
         (outcome,) = engine.retry_letters([letter.id])
         assert outcome.outcome == "superseded"
+
+
+def test_a_value_of_the_row_that_came_to_the_key_later_is_not_carried_along(
+    engine: Engine, database: Database, narrow: Database, tmp_path: Path
+) -> None:
+    """Both rows say the same but for the value that was not sent. The first has gone to another key since."""
+    create(database)
+    database.sql(f"INSERT INTO item SELECT i, 'same', repeat('x', {LONG}) FROM generate_series(1, 3) i")
+    made = stream(tmp_path, database, narrow, ONE)
+    other = f"'same', repeat('y', {LONG})"
+    with engine:
+        engine.upsert_stream(replace(made, targets=made.targets[:1]))
+        engine.await_ready("shop", 120)
+        engine.pause("shop")
+        database.sql("UPDATE item SET name = 'same' WHERE id = 1")
+        database.sql("UPDATE item SET id = 10 WHERE id = 1")
+        database.sql(f"INSERT INTO item VALUES (1, {other})")
+        with database.connect() as connection, connection.transaction():
+            connection.execute("UPDATE item SET name = 'same' WHERE id = 2")
+            connection.execute("UPDATE item SET id = 20 WHERE id = 2")
+            connection.execute(f"INSERT INTO item VALUES (2, {other})".encode())
+        # What a savepoint has written does not have the name of its transaction.
+        with database.connect() as connection, connection.transaction(), connection.transaction():
+            connection.execute("UPDATE item SET name = 'in a savepoint' WHERE id = 3")
+        engine.resume("shop")
+        caught_up(engine, database, "copy")
+        assert narrow.sql(ITEMS) == database.sql(ITEMS)
+        assert [(row[0], row[2][0]) for row in narrow.sql(ITEMS)] == [
+            (1, "y"),
+            (2, "y"),
+            (3, "x"),
+            (10, "x"),
+            (20, "x"),
+        ]
+        assert engine.dead_letters() == []

@@ -47,7 +47,7 @@ def test_a_filtered_mirror_is_right_though_values_were_not_sent(
     by: FieldFilter,
 ) -> None:
     """However far the source has gone on, and wherever batches are cut: in the end all rows are right, no letters."""
-    history = History(decides, False, index, distinct=True).play(steps)
+    history = History(decides, False, index, alike=True).play(steps)
     shape = Shape(fields=(by,), transforms=(RENAMED,))
     shaping = Shaping("shop", shape, True)
 

@@ -23,7 +23,7 @@ from millstream.errors import SourceUnavailable
 from millstream.model import BatchLimits, Cursor, Mode, SeqRange, SourceSpec, StreamSpec, TargetSpec
 from millstream.state.memory import MemoryStateStore
 from millstream.targets.base import Lane, LaneBatch, Part, Target
-from millstream.targets.rejects import Guard, Outstanding, key_texts
+from millstream.targets.rejects import Guard, Outstanding, position_of
 from tests.fixtures.copies import CONTEXT, Copy
 from tests.fixtures.examples import examples
 from tests.fixtures.histories import History
@@ -80,7 +80,8 @@ class Mirror:
             return BatchResult((), 0)
 
         self.box.deliver(Plan(), attempt)  # type: ignore[type-var]
-        self.store.save_cursor(Cursor("shop", "copy", "journal-a", 1, span.end, span.end), superseded=superseded)
+        end = position_of(changes["_ms_position"][-1].as_py()) + 50
+        self.store.save_cursor(Cursor("shop", "copy", "journal-a", 1, span.end, end), superseded=superseded)
 
     def take_everything(self) -> None:
         with closing(sqlite3.connect(self.path)) as db:
@@ -98,17 +99,19 @@ class Mirror:
         return set(self.copy.rows(f"SELECT shop, id, note, doc, {{amount}} FROM {{t}}{living}"))
 
 
-def source_of(history: History) -> repair._Rows:
-    """What a reader of the source finds when the history is over."""
+def source_of(history: History) -> tuple[pa.Table, int]:
+    """What a reader of the source finds when the history is over, and until when that is of account."""
     rows = journal_rows([insert(*row) for row in history.rows.values()])
-    found = assemble(rows, history.relation, 1, "aaaa")
-    numbers = {text: number for number, text in enumerate(key_texts(found, ("shop", "id"))[0].to_pylist())}
-    return repair._Rows(found, found["_ms_special"], numbers)
+    found = pa.Table.from_batches([assemble(rows, history.relation, 1, "aaaa")])
+    writers = pa.array([history.writers[-1][key] for key in history.rows], pa.int64())
+    place = found.column_names.index("_ms_txid")
+    return found.set_column(place, "_ms_txid", writers), history.transactions[-1] * 100 + 1
 
 
 @settings(max_examples=examples(10), deadline=None)
 @given(
     st.integers(0, 10**9),
+    st.booleans(),
     st.booleans(),
     st.integers(1, 60),
     st.lists(st.integers(0, 10**6), max_size=8),
@@ -119,16 +122,17 @@ def test_a_mirror_equals_its_source_once_it_takes_what_it_refused(
     tmp_path_factory: pytest.TempPathFactory,
     seed: int,
     full: bool,
+    alike: bool,
     steps: int,
     cuts: list[int],
     deletes: str,
     asked: bool,
 ) -> None:
-    history = History(seed, full).play(steps)
+    history = History(seed, full, alike=alike).play(steps)
     mirror = Mirror(tmp_path_factory.mktemp("mirror"), history, deletes)
     expected = {(int(shop), *rest) for shop, *rest in history.rows.values()}
 
-    def read(*_: Any) -> repair._Rows:
+    def read(*_: Any) -> tuple[pa.Table, int]:
         if not may_ask:
             raise SourceUnavailable("the source is away")
         return source_of(history)

@@ -19,6 +19,7 @@ from millstream.engine.home import Home
 from millstream.engine.redelivery import Outcome, Redelivery
 from millstream.errors import NotSupported
 from millstream.model import DeadLetters, Mode, OnReject, Relation, SourceSpec, StreamSpec, TargetSpec
+from millstream.sources.base import KeyRows
 from millstream.transforms.shape import FieldFilter, Shape, Step
 from tests.fixtures.delivery import EVERYTHING, Bench
 from tests.fixtures.inprocess import FakeSpark, InProcessQuery
@@ -124,7 +125,8 @@ def read_as(monkeypatch: pytest.MonkeyPatch, *found: tuple[int, str, str]) -> No
     """The source has these rows of `ORDERS`."""
     texts = [(struct.pack(">hii", 3, 4, id), [body.encode(), doc.encode()]) for id, body, doc in found]
     raw = [head + b"".join(struct.pack(">i", len(text)) + text for text in rest) for head, rest in texts]
-    monkeypatch.setattr(repair, "read_keys", lambda *_: iter([pa.array(raw, pa.large_binary())]))
+    found_now = KeyRows(pa.array(raw, pa.large_binary()), [0] * len(raw), 0)
+    monkeypatch.setattr(repair, "read_keys", lambda *_: found_now)
 
 
 def test_a_row_that_changes_often_is_at_most_one_letter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from millstream.snapshots import RESTORE
-from millstream.state.base import Letter
+from millstream.state.base import Doubt, Letter
 from millstream.state.sqlite import SqliteStateStore
 from tests.chaos.rig import failpoints
 from tests.fixtures import keeping
@@ -46,14 +46,16 @@ def ids(root: Path) -> list[str]:
 
 
 def letter(root: Path, *, add: bool) -> list[Letter]:
-    """The target's dead letters; one of the second change is added, or all are removed."""
+    """The target's dead letters; one of the second change is added, which is in doubt too, or all are removed."""
     with closing(SqliteStateStore(root / "state.db")) as store:
         there = store.letters()
         if add:
             at = datetime.now(UTC)
             store.add_letters([Letter("shop", "log", "public.orders", "e-2", 2, "c", "value", "no", at, None)])
+            store.add_doubts([Doubt("shop", "log", "public.orders", "e-2", 2, "3", 1 << 40)])
         else:
             store.remove_letters([one.id for one in there])
+            store.remove_doubts("shop", "log")
         return there
 
 
@@ -96,6 +98,8 @@ def test_a_target_comes_back_exactly_whatever_is_killed(tmp_path: Path, kind: st
         assert rows(tmp_path, kind) == ([] if step == "restore.written" else first), step
     does(deliver, root, kind, write, False)
     assert rows(tmp_path, kind) == everything
+    with closing(SqliteStateStore(tmp_path / "state.db")) as store:
+        assert [one.key for one in store.doubts("shop", "log")] == ["3"], "what was in doubt is so again"
     assert [one.event_id for one in letter(tmp_path, add=False)] == ["e-2"], "its letter came back with it"
     with closing(SqliteStateStore(tmp_path / "state.db")) as store:
         assert store.notes("shop", RESTORE)["log"]["state"] == "done"

@@ -31,6 +31,7 @@ from millstream.errors import (
 )
 from millstream.observe import Level
 from millstream.snapshots.files import Files, LocalFiles, RemoteFiles, open_files
+from millstream.snapshots.letters import Open
 from millstream.snapshots.restoring import restore
 from millstream.snapshots.rows import Format
 from millstream.snapshots.store import SnapshotStore
@@ -115,7 +116,7 @@ def test_every_value_and_index_comes_back_as_it_was(tmp_path: Path, kind: str, f
     )
     before = everything(path, kind)
     store = SnapshotStore(f"file://{tmp_path}/kept")
-    snapshot = Taking(store, stream, target, made, list, "home", format, threading.Event()).run()
+    snapshot = Taking(store, stream, target, made, Open, "home", format, threading.Event()).run()
     store.check(snapshot)
     assert store.get("shop", "log", "latest") == snapshot
     elsewhere = replace(target, options={"path": str(tmp_path / "other")})

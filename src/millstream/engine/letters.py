@@ -3,7 +3,8 @@
 A batch is first tried as it is. Only when the target refuses a row of it, it is tried again so that the target
 finds out which, and writes nothing. What can be completed from the source is; the others are written down as
 letters, durably, and only then the batch is delivered without them and the cursor moves. A crash in between
-finds them by their event ids. What is remembered of open letters goes with every batch: see `targets.rejects`.
+finds them by their event ids. What is remembered of open letters goes with every batch: see `targets.rejects`. So
+does what is in doubt of changes that were completed, which is written down before these are delivered.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import TypeVar
 
 from millstream.config.kinds import keeps_history
 from millstream.engine.batch import BatchResult
+from millstream.engine.doubts import doubts, remember_doubts
 from millstream.engine.passing import Passing
 from millstream.engine.repair import LACKS, repair
+from millstream.engine.witness import Witness
 from millstream.errors import RowRefused, RowUnshaped, TargetError, TargetRefused, TargetUnavailable
 from millstream.failpoint import failpoint
 from millstream.journal import JournalReader
@@ -53,10 +56,14 @@ class LetterBox:
         self._passing: Passing | None = None
         self._lacking = False
         """Whether the last batch lacked values: most likely this one does, and which rows is looked for at once."""
+        self._doubts: dict[str, Held] = {}
+        """By event id what is in doubt of the changes of the batch at hand that were completed."""
+        self._witness: Witness | None = None
 
     def forget(self) -> None:
         """The target begins anew: what it could not take before is of no interest any more."""
         self._store.remove_letters([one.id for one in self._store.letters(self._stream.name, self._spec.name)])
+        self._store.remove_doubts(self._stream.name, self._spec.name)
 
     def deliver(self, plan: Plan, attempt: Callable[[Plan], BatchResult]) -> BatchResult:
         """Run a batch until the target has all that it can take of it. Raises what the target refuses as a whole."""
@@ -64,6 +71,10 @@ class LetterBox:
         self._completed.clear()
         self._wanted.clear()
         self._passing = None
+        self._doubts.clear()
+        self._witness = None
+        if isinstance(plan, StagePlan) and not self._passes:
+            self._witness = Witness(plan.locations, plan.source_kind)
         repaired: dict[str, bytes] = {}
         unshapable: dict[str, str] = {}
         isolate, self._lacking = self._lacking, False
@@ -91,7 +102,7 @@ class LetterBox:
         if not held or not self._mirrors:
             return {}
         plan = self._informed(plan, {})
-        guard = Guard(Outstanding(True, held, frozenset(letter.event_id for letter in held)))
+        guard = Guard(Outstanding(True, held, frozenset(one.event_id for one in held if one.until is None)))
         planned = [(piece, span) for piece in JournalReader(plan.locations).slices(span)]
         tables = {letter.table for letter in held}
         for relation, number, changes in decoded_slices(plan, planned):
@@ -101,11 +112,11 @@ class LetterBox:
         return guard.superseded
 
     def held(self) -> tuple[Held, ...]:
-        """The letters that are open, as tasks must know them."""
+        """The letters that are open, and what is in doubt, as tasks must know them."""
         mine = self._store.letters(self._stream.name, self._spec.name)
-        return tuple(
-            Held(one.event_id, one.seq, one.table, one.key) for one in mine if one.state is LetterState.WAITING
-        )
+        waiting = (one for one in mine if one.state is LetterState.WAITING)
+        letters = (Held(one.event_id, one.seq, one.table, one.key) for one in waiting)
+        return (*letters, *doubts(self._store, self._stream.name, self._spec.name))
 
     @property
     def _mirrors(self) -> bool:
@@ -120,14 +131,15 @@ class LetterBox:
         """The plan with what a task must know of letters; nothing where there are none."""
         letters = self._store.letters(self._stream.name, self._spec.name)
         passing: tuple[Held, ...] = self._passing.held if self._passing is not None else ()
-        if not (letters or repaired or self._recorded or unshapable or self._completed or self._wanted or passing):
+        held = (*self.held(), *passing, *self._doubts.values())
+        if not (letters or held or repaired or self._recorded or unshapable or self._completed or self._wanted):
             return plan
         kinds = {**{letter.event_id: letter.kind for letter in letters}, **self._recorded}
         kinds.update((one.event_id, UNSENT) for one in passing)
         unshaped = frozenset(event for event, kind in kinds.items() if kind in UNSHAPED)
         outstanding = Outstanding(
             self._mirrors,
-            (*self.held(), *passing),
+            held,
             frozenset(kinds),
             repaired,
             unshaped,
@@ -146,7 +158,9 @@ class LetterBox:
         rejects = [one for one in rejects if one.event_id not in shaped]
         lacking = [one for one in rejects if one.event_id not in tried and one.kind in INCOMPLETE]
         self._lacking |= policy.on_reject is OnReject.LETTER and any(one.kind == MISSING_BASE for one in lacking)
-        outcome = repair(self._stream, lacking)
+        outcome = repair(self._stream, lacking, self._witness)
+        self._doubts.update((one.event_id, one) for one in outcome.doubts)
+        remember_doubts(self._store, self._stream.name, self._spec.name, outcome)
         unshaped = {one.event_id for one in lacking if one.kind in UNSHAPED}
         self._completed.update((event, row) for event, row in outcome.repaired.items() if event in unshaped)
         done = {**repaired, **{event: row for event, row in outcome.repaired.items() if event not in unshaped}}

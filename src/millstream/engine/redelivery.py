@@ -12,10 +12,13 @@ from uuid import uuid4
 
 import pyarrow as pa
 
+from millstream.config.kinds import keeps_history
+from millstream.engine.doubts import remember_doubts
 from millstream.engine.fit import open_target
 from millstream.engine.home import Home
-from millstream.engine.repair import repair
+from millstream.engine.repair import Repair, repair
 from millstream.engine.uncaptured import NoJournal
+from millstream.engine.witness import Witness
 from millstream.errors import ConfigError, NotSupported, RowRefused
 from millstream.failpoint import failpoint
 from millstream.journal import JournalReader
@@ -110,7 +113,7 @@ class Redelivery:
             from millstream.engine.reshaping import reshaped
 
             if letter.kind == UNSENT:
-                completed = repair(self._stream, [_as_reject(letter)])
+                completed = self._repaired(target, _as_reject(letter))
                 if completed.left:
                     raise RowRefused(completed.left[0].reason)
                 change = unpacked(completed.repaired[letter.event_id])
@@ -125,13 +128,22 @@ class Redelivery:
         stale = stale and relies_on_its_row(change.to_batches()[0], 0)
         if letter.kind != MISSING_BASE and not stale:
             return target.redeliver(relation, letter.relation_id, change)
-        outcome = repair(self._stream, [replace(_as_reject(letter), kind=MISSING_BASE)])
+        outcome = self._repaired(target, replace(_as_reject(letter), kind=MISSING_BASE))
         if outcome.repaired:
             return target.redeliver(relation, letter.relation_id, unpacked(outcome.repaired[letter.event_id]))
         if letter.kind == MISSING_BASE and not stale:
             # The target may have got the row by other means.
             return target.redeliver(relation, letter.relation_id, change)
         raise RowRefused(outcome.left[0].reason, hint=f"retry letter {older[0].id} first" if older else None)
+
+    def _repaired(self, target: Rejecting, lacking: Reject) -> Repair:
+        """Complete a change from the source. What will be in doubt of it is written down before it is delivered."""
+        spec = next(one for one in self._stream.targets if one.name == self._name)
+        remembers = not target.mirrors or keeps_history(spec)
+        witness = Witness(self._reader.locations, self._stream.source.kind) if remembers else None
+        outcome = repair(self._stream, [lacking], witness)
+        remember_doubts(self._store, self._stream.name, self._name, outcome)
+        return outcome
 
     def _of_its_row(self, letter: Letter) -> list[Letter]:
         mine = self._store.letters(letter.stream, letter.target)

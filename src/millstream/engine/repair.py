@@ -5,10 +5,11 @@ has them, the source's row has: unless that was changed again since. So a row is
 it is what the change says. Otherwise another change of the row is on its way, which brings the rest or is
 completed itself, and nothing is lost by waiting for it.
 
-A value that is read may be newer than the change when a later change touched it alone. That one carries the value, and
-has a higher version: the mirror is early with it. One case is not told apart: the row's key has changed since, and
-another row has come under the old key whose other values are all the same. Then that row's value is taken, and the
-change of the key, which leaves the value out as well, carries it along.
+A row that was written by the transaction of the change is the change's. Any other may be a later state of its row: then
+another change is on its way, and the mirror is early with a value. Or it is another row, which came to the key after
+the one that was changed had left it. Then changes are on their way that take the key from the one and give it to the
+other, and put right what is there. Until these have come, that is up to the position at which the row was read, the
+change is *in doubt*, and no value of it goes along to another key: see `targets.rejects`.
 
 A change that lacks what filters or transforms need (`unsent`) is the source's own: it is completed before they get it.
 One that they have shaped is not, and cannot be compared with the source's row: the source's own is asked for instead.
@@ -24,6 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.changelog import METADATA, exposed
+from millstream.engine.witness import Asked, Witness
 from millstream.errors import MillstreamError
 from millstream.latest import (
     Bools,
@@ -39,11 +41,12 @@ from millstream.sources import read_keys
 from millstream.sources.decoders import decoder
 from millstream.state.base import UNSENT
 from millstream.targets.lanes.copy_text import value_text
-from millstream.targets.rejects import Reject, packed_apart, unpacked_together
+from millstream.targets.rejects import Held, Reject, packed_apart, position_of, unpacked_together
 from millstream.transforms.compiled import chosen
 from millstream.wire.json_columns import json_text
 
 _UNCHANGED, _SPECIAL = "_ms_unchanged", "_ms_special"
+_WRITER = "_ms_txid"
 
 LACKS = "it leaves out values that did not change, which the target does not have"
 
@@ -58,11 +61,38 @@ class Repair:
     """The others, with the reason."""
     unasked: frozenset[str] = frozenset()
     """Those of them that the source could not be asked for: of the rest it has another row by now, or none."""
+    doubts: tuple[Held, ...] = ()
+    """What is in doubt of those that were completed, for a mirror,"""
+    lasting: tuple[Held, ...] = ()
+    """and what of it still is when their transactions have been delivered."""
 
 
-def repair(stream: StreamSpec, rejects: Sequence[Reject]) -> Repair:
-    """Complete what can be completed. Never raises for a source that cannot be asked: the changes are left then."""
-    repaired: dict[str, bytes] = {}
+@dataclass(frozen=True)
+class _Claim:
+    """A change that the source's row completes, if that is the one that it wrote."""
+
+    reject: Reject
+    completed: bytes
+    key: str
+    unsent: frozenset[str]
+    own: bool
+    """Whether its transaction has written the row as it is."""
+    until: int
+    """Until when it may be told otherwise. What else its own transaction did to the key comes in the same batch."""
+
+    def doubt(self) -> Held:
+        return Held(self.reject.event_id, self.reject.seq, self.reject.table, self.reject.key, self.until)
+
+    def asked(self) -> Asked:
+        return Asked(self.reject.event_id, self.reject.seq, self.key, self.unsent, self.until)
+
+
+def repair(stream: StreamSpec, rejects: Sequence[Reject], witness: Witness | None = None) -> Repair:
+    """Complete what can be completed. Never raises for a source that cannot be asked: the changes are left then.
+
+    With a `witness`, for a target that keeps what it was once given, nothing is left in doubt.
+    """
+    sound: list[_Claim] = []
     left: list[Reject] = []
     unasked: set[str] = set()
     groups: dict[str, tuple[Relation, list[Reject]]] = {}
@@ -76,23 +106,53 @@ def repair(stream: StreamSpec, rejects: Sequence[Reject]) -> Repair:
     for relation, group in groups.values():
         changes = unpacked_together([one.row for one in group]).combine_chunks()
         try:
-            rows = _read(stream.source, relation, changes)
+            rows, until = _read(stream.source, relation, changes)
         except MillstreamError as failed:
             left += [_because(one, f"the source cannot be asked for them ({type(failed).__name__})") for one in group]
             unasked.update(one.event_id for one in group)
             continue
-        key = _key(exposed(relation))
-        places = pc.index_in(_key_texts(changes, key), value_set=_key_texts(rows, key))
-        there = np.flatnonzero(booleans(places.is_valid()))
-        done = _completed(changes.take(whole_numbers(there)), rows.take(places.drop_null()))
-        repaired.update((group[at].event_id, row) for at, row in zip(there, done, strict=True) if row is not None)
-        gone = {group[at].event_id for at in np.flatnonzero(booleans(places.is_null()))}
-        for one in group:
-            if one.event_id in gone:
-                left.append(_because(one, "and the source no longer has the row under this key"))
-            elif one.event_id not in repaired:
-                left.append(_because(one, "and the source has changed the row since"))
-    return Repair(repaired, tuple(left), frozenset(unasked))
+        claims, other = _claimed(group, changes, rows, _key(exposed(relation)), until)
+        sure = None if witness is None else witness.unmoved(relation, [one.asked() for one in claims])
+        for claim in claims:
+            if sure is None or claim.reject.event_id in sure:
+                sound.append(claim)
+            else:
+                other.append(_because(claim.reject, "and it is not certain that the source's row is still the same"))
+        left += sorted(other, key=lambda one: one.seq)
+    doubted = sound if witness is None else ()
+    doubts, lasting = (tuple(one.doubt() for one in doubted if every or not one.own) for every in (True, False))
+    repaired = {one.reject.event_id: one.completed for one in sound}
+    return Repair(repaired, tuple(left), frozenset(unasked), doubts, lasting)
+
+
+def _claimed(
+    group: Sequence[Reject], changes: pa.Table, rows: pa.Table, key: Sequence[str], until: int
+) -> tuple[list[_Claim], list[Reject]]:
+    """Which changes the rows complete, which were read up to that position; and the others, with the reason."""
+    texts = _key_texts(changes, key)
+    places = pc.index_in(texts, value_set=_key_texts(rows, key))
+    there = np.flatnonzero(booleans(places.is_valid()))
+    mine, found = changes.take(whole_numbers(there)), rows.take(places.drop_null())
+    own = pc.equal(whole(mine["_ms_txid"]), whole(found[_WRITER])).to_pylist()
+    positions, unsent = mine["_ms_position"].to_pylist(), mine[_UNCHANGED].to_pylist()
+    claims = [
+        _Claim(
+            group[at],
+            row,
+            texts[at].as_py(),
+            frozenset(unsent[number]),
+            own[number],
+            position_of(positions[number]) + 1 if own[number] else until,
+        )
+        for number, (at, row) in enumerate(zip(there.tolist(), _completed(mine, found), strict=True))
+        if row is not None
+    ]
+    gone = "and the source no longer has the row under this key"
+    changed = "and the source has changed the row since"
+    done, here = {one.reject.event_id for one in claims}, set(there.tolist())
+    return claims, [
+        _because(one, changed if at in here else gone) for at, one in enumerate(group) if one.event_id not in done
+    ]
 
 
 def _described(rejects: Sequence[Reject]) -> Iterator[tuple[Relation, list[Reject]]]:
@@ -117,17 +177,21 @@ def _key_texts(rows: pa.Table, key: Sequence[str]) -> pa.StringArray:
     return pc.binary_join_element_wise(*(json_text(whole(rows[name])) for name in key), ",")
 
 
-def _read(source: SourceSpec, relation: Relation, changes: pa.Table) -> pa.Table:
-    """The source's rows under the keys that changed ones have, and their `_ms_special`."""
+def _read(source: SourceSpec, relation: Relation, changes: pa.Table) -> tuple[pa.Table, int]:
+    """The source's rows under the keys that changed ones have, with `_ms_special`, and who wrote them in `_ms_txid`.
+
+    And the position before which all was committed that they show.
+    """
     seen = exposed(relation)
     key = _key(seen)
     places = [[column.name for column in seen.columns].index(name) for name in key]
     texts = [value_text(whole(changes[name])).to_pylist() for name in key]
     keys = sorted(set(zip(*texts, strict=True)))
-    payload = list(read_keys(source, relation, [relation.columns[at].name for at in places], keys))
-    rows = pa.concat_arrays(payload) if payload else pa.array([], pa.large_binary())
-    decoded = decoder(seen).decode(np.full(len(rows), Op.READ, np.uint8), rows)
-    return pa.Table.from_batches([decoded.after]).append_column(_SPECIAL, decoded.special)
+    txids = sorted(set(changes["_ms_txid"].to_pylist()))
+    read = read_keys(source, relation, [relation.columns[at].name for at in places], keys, txids)
+    decoded = decoder(seen).decode(np.full(len(read.payload), Op.READ, np.uint8), read.payload)
+    rows = pa.Table.from_batches([decoded.after]).append_column(_SPECIAL, decoded.special)
+    return rows.append_column(_WRITER, pa.array(read.writers, pa.int64())), read.until
 
 
 def _completed(changes: pa.Table, rows: pa.Table) -> list[bytes | None]:

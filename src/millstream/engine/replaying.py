@@ -14,10 +14,13 @@ from datetime import UTC, datetime
 
 from pyspark.sql import SparkSession
 
+from millstream.config.kinds import keeps_history
 from millstream.engine.batch import run_batch
+from millstream.engine.doubts import remember_doubts
 from millstream.engine.opening import Opened, Opening
 from millstream.engine.repair import Repair, repair
 from millstream.engine.replay import DONE, FAILED, RUNNING, UNFINISHED
+from millstream.engine.witness import Witness
 from millstream.errors import JournalError, MillstreamError, MissingBase, TargetUnavailable
 from millstream.failpoint import failpoint
 from millstream.model import Json, SeqRange, StreamSpec, TargetSpec
@@ -137,7 +140,10 @@ class Replaying:
         assert isinstance(self._target, Replayable)  # noqa: S101 - the same
         known = plan.outstanding or Outstanding(self._target.mirrors)
         tried = {*known.repaired, *known.completed}
-        outcome = repair(self._stream, [one for one in found.rejects if one.event_id not in tried])
+        remembers = not self._target.mirrors or keeps_history(self._spec)
+        witness = Witness(plan.locations, plan.source_kind) if remembers else None
+        outcome = repair(self._stream, [one for one in found.rejects if one.event_id not in tried], witness)
+        remember_doubts(self._store, self._stream.name, self._spec.name, outcome)
         passing: list[Reject] = []
         left = [one for one in found.rejects if one.event_id in tried]
         for one in outcome.left:
@@ -186,7 +192,7 @@ def _with(known: Outstanding, found: RowsRejected, outcome: Repair, passing: Seq
     events = frozenset(one.event_id for one in passing)
     return replace(
         known,
-        held=(*known.held, *(Held(one.event_id, one.seq, one.table, one.key) for one in passing)),
+        held=(*known.held, *outcome.doubts, *(Held(one.event_id, one.seq, one.table, one.key) for one in passing)),
         left_out=known.left_out | events,
         unshaped=known.unshaped | events,
         unshapable={},

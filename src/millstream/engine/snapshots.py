@@ -31,12 +31,13 @@ from millstream.failpoint import failpoint
 from millstream.journal import JournalReader
 from millstream.model import Json, Mode, StreamSpec, TargetSpec
 from millstream.snapshots import DONE, FAILED, RESTORE, RESTORED, UNDONE, WAITING
+from millstream.snapshots.letters import Open
 from millstream.snapshots.manifest import TargetSnapshot
 from millstream.snapshots.restoring import check_usable, letters_of, restore
 from millstream.snapshots.rows import Format
 from millstream.snapshots.store import SnapshotStore
 from millstream.snapshots.taking import Taking
-from millstream.state.base import Letter, StateStore
+from millstream.state.base import StateStore
 from millstream.targets.base import Keepable, Target
 
 PATIENCE = 60.0
@@ -147,9 +148,10 @@ def _refuse_meanwhile(store: StateStore, stream: StreamSpec, target: str) -> Non
         raise NotReady(f"target {target} of stream {stream.name} is about to be restored from snapshot {due['id']}")
 
 
-def _letters(store: StateStore, stream: StreamSpec, target: TargetSpec) -> list[Letter]:
+def _letters(store: StateStore, stream: StreamSpec, target: TargetSpec) -> Open:
     found = (store.get_letter(one.id) for one in store.letters(stream.name, target.name))
-    return [letter for letter in found if letter is not None]
+    letters = [letter for letter in found if letter is not None]
+    return Open(letters, store.doubts(stream.name, target.name))
 
 
 def ask_restore(store: StateStore, stream: StreamSpec, target: TargetSpec, journal: JournalReader, asked: Json) -> Json:
@@ -256,7 +258,7 @@ class Restoring:
             snapshot = place.get(self._stream.name, self._target.name, record["id"])
             check_usable(snapshot, journal, self._stream, self._target)
             refuse_reloaded(self._store, snapshot)
-            letters = letters_of(place, snapshot)
+            then = letters_of(place, snapshot)
             assert isinstance(self._made, Keepable)  # noqa: S101 - seen before it was asked for
             restore(place, snapshot, self._made, record["token"], overwrite=record["overwrite"])
         except MillstreamError as failed:
@@ -264,16 +266,18 @@ class Restoring:
                 self.save(record, state=FAILED, error=failed.message, finished_at=datetime.now(UTC).isoformat())
             raise
         failpoint("restore.brought_back")
-        self._replace_letters(letters, snapshot.seq)
+        self._replace_letters(then, snapshot.seq)
         done = self.save(record, state=RESTORED)
         failpoint("restore.noted")
         return done
 
-    def _replace_letters(self, letters: Sequence[Letter], seq: int) -> None:
+    def _replace_letters(self, then: Open, seq: int) -> None:
         """The target has what it had then: what it could not take since comes again, and what it could not before."""
         mine = self._store.letters(self._stream.name, self._target.name)
         self._store.remove_letters([one.id for one in mine if one.seq > seq])
-        self._store.add_letters(letters)
+        self._store.add_letters(then.letters)
+        self._store.remove_doubts(self._stream.name, self._target.name)
+        self._store.add_doubts(then.doubts)
 
     def finish(self) -> None:
         """The delivery goes on from there, in an epoch of its own."""

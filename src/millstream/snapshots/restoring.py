@@ -9,12 +9,11 @@ import pyarrow as pa
 from millstream.errors import ConfigError, JournalMismatch, OutOfRange
 from millstream.journal import JournalReader, check_cursor
 from millstream.model import Cursor, StreamSpec, TargetSpec
-from millstream.snapshots.letters import read_letters
+from millstream.snapshots.letters import Open, read_letters
 from millstream.snapshots.manifest import TableEntry, TargetSnapshot
 from millstream.snapshots.rows import read_rows, schema_of
 from millstream.snapshots.store import SnapshotStore, compare
 from millstream.snapshots.taking import settings
-from millstream.state.base import Letter
 from millstream.targets.base import Keepable, Kept, KeptTable, TargetCursor
 
 RELOAD = (
@@ -79,11 +78,11 @@ def restore(store: SnapshotStore, snapshot: TargetSnapshot, target: Keepable, to
     return target.bring_back(snapshot.stream, snapshot.target, kept, token, overwrite=overwrite)
 
 
-def letters_of(store: SnapshotStore, snapshot: TargetSnapshot) -> list[Letter]:
-    """The dead letters that the target had then."""
+def letters_of(store: SnapshotStore, snapshot: TargetSnapshot) -> Open:
+    """The dead letters that the target had then, and what was in doubt."""
     expected = snapshot.letters
     if expected is None:
-        return []
+        return Open()
     with store.files.reading(f"{snapshot.folder}/{expected.file}") as file:
         data = file.read()
     compare(snapshot, expected, file.bytes, file.sha256)

@@ -3,7 +3,7 @@
     BASE/<stream>/<target>/<id>/
       begun.json                  who began it, and when
       <number>.arrow | .jsonl     a table each
-      letters.jsonl               dead letters, if there are any
+      letters.jsonl               dead letters, and what is in doubt, if there are any
       manifest.json               written last: what has none is not there
 
 A snapshot is removed manifest first, so that a kill on the way leaves what was never there. What a create that was

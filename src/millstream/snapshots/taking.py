@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -15,11 +15,10 @@ from millstream.errors import SnapshotError
 from millstream.failpoint import failpoint
 from millstream.journal.places import position_text
 from millstream.model import Json, StreamSpec, TargetSpec
-from millstream.snapshots.letters import write_letters
+from millstream.snapshots.letters import Open, write_letters
 from millstream.snapshots.manifest import KeptFile, TableEntry, TargetSnapshot
 from millstream.snapshots.rows import Format, schema_text, write_rows
 from millstream.snapshots.store import SnapshotStore
-from millstream.state.base import Letter
 from millstream.targets.base import Keepable, Kept, KeptTable
 
 
@@ -35,8 +34,8 @@ class Taking:
     stream: StreamSpec
     target: TargetSpec
     keepable: Keepable
-    letters: Callable[[], Sequence[Letter]]
-    """The target's dead letters as they are now, with everything."""
+    letters: Callable[[], Open]
+    """The target's dead letters and doubts as they are now, with everything."""
     home: str
     format: Format
     stopping: threading.Event
@@ -60,11 +59,11 @@ class Taking:
         self.store.finish(done)
         return done
 
-    def _write(self, id: str, at: datetime, kept: Kept, before: Sequence[Letter]) -> TargetSnapshot:
+    def _write(self, id: str, at: datetime, kept: Kept, before: Open) -> TargetSnapshot:
         folder = f"{self.stream.name}/{self.target.name}/{id}"
         entries = [self._table(folder, number, table) for number, table in enumerate(kept.tables, 1)]
-        found = {letter.event_id: letter for letter in (*before, *self.letters()) if letter.seq <= kept.cursor.seq}
-        letters = write_letters(self.store.files, folder, list(found.values())) if found else None
+        found = self.letters().up_to(kept.cursor.seq, before)
+        letters = write_letters(self.store.files, folder, found) if found else None
         return TargetSnapshot(
             id=id,
             stream=self.stream.name,

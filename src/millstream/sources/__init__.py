@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from millstream.keyrange import KeyRange
     from millstream.model import Relation, SourceSpec
     from millstream.observe import Event
-    from millstream.sources.base import Chunk, CopyLimits, Finding, Snapshot, SnapshotPlan, Source, Wanted
+    from millstream.sources.base import Chunk, CopyLimits, Finding, KeyRows, Snapshot, SnapshotPlan, Source, Wanted
     from millstream.sources.postgres.shadowed import Shadowed
 
 KINDS = ("postgres", "scripted")
@@ -144,17 +144,18 @@ def read_chunk(spec: SourceSpec, plan: SnapshotPlan, chunk: Chunk) -> Iterator[p
 
 
 def read_keys(
-    spec: SourceSpec, relation: Relation, names: Sequence[str], keys: Sequence[Sequence[str]]
-) -> Iterator[pa.LargeBinaryArray]:
-    """The rows with these keys as they are now, for the relation's decoder. Raises as `read_chunk`, and SourceError."""
+    spec: SourceSpec, relation: Relation, names: Sequence[str], keys: Sequence[Sequence[str]], txids: Sequence[int]
+) -> KeyRows:
+    """The rows with these keys as they are now, for the relation's decoder: at a moment when all these transactions,
+    which are in the source's log, are seen by others. Raises as `read_chunk`, and SourceError."""
     _check_kind(spec)
     if spec.kind == "scripted":
         raise SourceHalted("a scripted source has no tables to read")
     try:
-        from millstream.sources.postgres import chunks
+        from millstream.sources.postgres import keys as single
     except ImportError as missing:
         raise _without_driver(missing) from missing
-    return chunks.read_keys(spec, relation, names, keys)
+    return single.read_keys(spec, relation, names, keys, txids)
 
 
 def shadowed_tables(spec: SourceSpec, streams: Mapping[str, Sequence[str]]) -> list[Shadowed]:

@@ -212,6 +212,22 @@ class CopyLimits:
     """So many bytes are copied at one moment; of more than that, each range of a key has its own."""
 
 
+@dataclass(frozen=True)
+class KeyRows:
+    """Rows of a table that were asked for by their keys, as they were at one moment."""
+
+    payload: pa.LargeBinaryArray
+    """For the relation's decoder."""
+    writers: Sequence[int]
+    """Of each row the transaction that left it so, as changes name theirs (`txid`).
+
+    A part of a transaction that could have been taken back alone (a savepoint) may have another name: so a row
+    of another writer may be of the same transaction all the same.
+    """
+    until: int
+    """A position: whatever the rows show was committed before it."""
+
+
 class Snapshot(Protocol):
     """The driver's side of a baseline: whoever has it keeps the snapshot alive."""
 

@@ -130,6 +130,24 @@ class Letter:
 
 
 @dataclass(frozen=True)
+class Doubt:
+    """A change that a mirror was given with values of the row that the source had under its key when it was asked.
+
+    `key` holds values of a user's row. See `targets.rejects` for what follows from a doubt.
+    """
+
+    stream: str
+    target: str
+    table: str
+    event_id: str
+    seq: int
+    key: str = field(repr=False)
+    """The key of its row as JSON text."""
+    until: int
+    """A position of the source: whatever the row showed was committed before it."""
+
+
+@dataclass(frozen=True)
 class Request:
     """What another process wants of the one that runs the home, and what it was told."""
 
@@ -176,6 +194,7 @@ class StateStore(Protocol):
 
         `superseded` are event ids of its letters whose rows were written by a later change, with that one's seq.
         They are marked so; those of kind `missing_base` say nothing then that the target does not have, and go.
+        So do doubts of these events, and those that end at or before the cursor's position.
         Raises StateError if `cursor` would go back within one journal and epoch.
         """
 
@@ -239,6 +258,15 @@ class StateStore(Protocol):
 
     def remove_letters(self, ids: Sequence[int]) -> int:
         """Forget letters; returns how many there were."""
+
+    def add_doubts(self, doubts: Sequence[Doubt]) -> None:
+        """Remember what is in doubt; one of the same event (of stream and target) takes the place of the one before."""
+
+    def doubts(self, stream: str, target: str) -> list[Doubt]:
+        """What is in doubt of a target, in order of seq."""
+
+    def remove_doubts(self, stream: str, target: str) -> None:
+        """Nothing of a target is in doubt any more."""
 
     def set_needs_reload(self, stream: str, target: str, reason: str | None) -> None:
         """Remember that a target has lost changes and must begin anew, and why; None: no longer."""

@@ -1,4 +1,4 @@
-"""Dead letters, and targets that must begin anew, in the state store's SQLite file."""
+"""Dead letters, changes in doubt, and targets that must begin anew, in the state store's SQLite file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from millstream.failpoint import failpoint
-from millstream.state.base import INCOMPLETE, Letter, LetterState
+from millstream.state.base import INCOMPLETE, Doubt, Letter, LetterState
 
 SINCE_3 = """
 create table letters (
@@ -24,6 +24,12 @@ create table letters (
 );
 create table reloads (stream text not null, target text not null, reason text not null, primary key (stream, target))
     without rowid;
+"""
+SINCE_8 = """
+create table doubts (
+    stream text not null, target text not null, event_id text not null, tab text not null, seq integer not null,
+    key text not null, until integer not null, primary key (stream, target, event_id)
+) without rowid;
 """
 
 _LISTED = "id, stream, target, tab, event_id, seq, op, kind, reason, at, key, state, superseded_by, tries"
@@ -81,6 +87,24 @@ class SqliteLetters(ABC):
         failpoint("state.letters_removed")
         return removed
 
+    def add_doubts(self, doubts: Sequence[Doubt]) -> None:
+        with self._write("remember what is in doubt") as db:
+            db.executemany(
+                "insert or replace into doubts (stream, target, event_id, tab, seq, key, until) "
+                "values (?, ?, ?, ?, ?, ?, ?)",
+                [(one.stream, one.target, one.event_id, one.table, one.seq, one.key, one.until) for one in doubts],
+            )
+        failpoint("state.doubts_added")
+
+    def doubts(self, stream: str, target: str) -> list[Doubt]:
+        columns = "stream, target, tab, event_id, seq, key, until"
+        sql = f"select {columns} from doubts where stream = ? and target = ? order by seq, event_id"
+        return [Doubt(*row) for row in self._read(sql, (stream, target))]
+
+    def remove_doubts(self, stream: str, target: str) -> None:
+        with self._write("forget what is in doubt") as db:
+            db.execute("delete from doubts where stream = ? and target = ?", (stream, target))
+
     def set_needs_reload(self, stream: str, target: str, reason: str | None) -> None:
         with self._write("remember that a target needs a reload") as db:
             if reason is None:
@@ -96,12 +120,14 @@ class SqliteLetters(ABC):
 _SUPERSEDE = f"update letters set state = '{LetterState.SUPERSEDED.value}', superseded_by = coalesce(superseded_by, ?)"
 
 
-def supersede(db: sqlite3.Connection, stream: str, target: str, events: Mapping[str, int]) -> None:
-    """Note, in a transaction that is open, that these letters' rows were written by later changes."""
+def supersede(db: sqlite3.Connection, stream: str, target: str, events: Mapping[str, int], position: int) -> None:
+    """Note, in a transaction that is open, that these rows were written by later changes, and all up to a position."""
+    db.execute("delete from doubts where stream = ? and target = ? and until <= ?", (stream, target, position))
     mine = "where stream = ? and target = ? and event_id = ?"
     for event, seq in events.items():
         db.execute(f"delete from letters {mine} and kind in (?, ?)", (stream, target, event, *INCOMPLETE))
         db.execute(f"{_SUPERSEDE} {mine}", (seq, stream, target, event))
+        db.execute(f"delete from doubts {mine}", (stream, target, event))
 
 
 def _row(letter: Letter) -> tuple[Any, ...]:

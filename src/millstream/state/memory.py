@@ -19,6 +19,7 @@ from millstream.registry.kinds import Decided
 from millstream.state.base import (
     FAULTS,
     INCOMPLETE,
+    Doubt,
     EpochRecord,
     Fault,
     Letter,
@@ -75,6 +76,7 @@ class MemoryStateStore:
         self._acks: dict[str, int] = {}
         self._runtimes: dict[tuple[str, str], Runtime] = {}
         self._letters: dict[int, Letter] = {}
+        self._doubts: dict[tuple[str, str, str], Doubt] = {}
         self._reloads: dict[tuple[str, str], str] = {}
         self._totals: dict[tuple[str, str, str], Total] = {}
         self._paused: set[tuple[str, str]] = set()
@@ -109,6 +111,7 @@ class MemoryStateStore:
             self._totals = {key: total for key, total in self._totals.items() if key[0] != name}
             self._paused = {key for key in self._paused if key[0] != name}
             self._letters = {id: letter for id, letter in self._letters.items() if letter.stream != name}
+            self._doubts = {key: one for key, one in self._doubts.items() if key[0] != name}
             self._reloads = {key: reason for key, reason in self._reloads.items() if key[0] != name}
             self._deletions.pop(name, None)
             self._faults.pop(name, None)
@@ -155,6 +158,9 @@ class MemoryStateStore:
                         del self._letters[id]
                     else:
                         self._supersede(id, (superseded or {})[letter.event_id])
+            for event, doubt in [(at[2], one) for at, one in self._doubts.items() if at[:2] == key]:
+                if event in (superseded or {}) or doubt.until <= cursor.position:
+                    del self._doubts[*key, event]
 
     def add_totals(self, stream: str, target: str, tallies: Sequence[Tally]) -> None:
         with self._lock:
@@ -264,6 +270,19 @@ class MemoryStateStore:
     def remove_letters(self, ids: Sequence[int]) -> int:
         with self._lock:
             return sum(self._letters.pop(id, None) is not None for id in ids)
+
+    def add_doubts(self, doubts: Sequence[Doubt]) -> None:
+        with self._lock:
+            self._doubts.update(((one.stream, one.target, one.event_id), one) for one in doubts)
+
+    def doubts(self, stream: str, target: str) -> list[Doubt]:
+        with self._lock:
+            mine = [one for one in self._doubts.values() if (one.stream, one.target) == (stream, target)]
+            return sorted(mine, key=lambda one: (one.seq, one.event_id))
+
+    def remove_doubts(self, stream: str, target: str) -> None:
+        with self._lock:
+            self._doubts = {key: one for key, one in self._doubts.items() if key[:2] != (stream, target)}
 
     def set_needs_reload(self, stream: str, target: str, reason: str | None) -> None:
         with self._lock:

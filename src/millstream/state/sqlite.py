@@ -22,10 +22,10 @@ from millstream.failpoint import failpoint
 from millstream.model import Cursor, Json, StreamState
 from millstream.registry.kinds import Decided, Decision
 from millstream.state.base import FAULTS, EpochRecord, Fault, Request, Runtime, Tally, Total
-from millstream.state.letters import SINCE_3, SqliteLetters, supersede
+from millstream.state.letters import SINCE_3, SINCE_8, SqliteLetters, supersede
 from millstream.state.memory import HISTORY, refuse_epoch_below, refuse_going_back
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 
 _SCHEMA = """
 create table streams (name text primary key, definition text not null, updated_at text not null) without rowid;
@@ -93,12 +93,12 @@ create table notes (
     primary key (stream, target, kind)
 ) without rowid;
 """
-_STEPS = (_SCHEMA, _SINCE_2, SINCE_3, _SINCE_4, _SINCE_5, _SINCE_6, _SINCE_7)
+_STEPS = (_SCHEMA, _SINCE_2, SINCE_3, _SINCE_4, _SINCE_5, _SINCE_6, _SINCE_7, SINCE_8)
 """What makes a store of each version from one of the version before."""
 
 _OF_A_STREAM = (
     *("cursors", "cursor_history", "epochs", "runtimes", "totals", "pauses", "deletions", "faults"),
-    *("letters", "reloads"),
+    *("letters", "reloads", "doubts"),
     *("verifications", "ddl_decisions", "replays", "notes"),
 )
 ANSWERS_KEPT = timedelta(hours=1)
@@ -198,7 +198,7 @@ class SqliteStateStore(SqliteLetters):
                 ),
             )
             _add_totals(db, *key, tallies)
-            supersede(db, *key, superseded or {})
+            supersede(db, *key, superseded or {}, cursor.position)
         failpoint("state.cursor_saved")
 
     def get_cursor(self, stream: str, target: str) -> Cursor | None:

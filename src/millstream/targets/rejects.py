@@ -3,6 +3,10 @@
 A rejected change becomes a dead letter and is left out of its batch. What it would have done to its row was
 not done, so the target's row is older than the source's. Until another change writes that row whole, no value
 may be taken from it: a change that relies on one (`_ms_unchanged`) lacks its base, and is rejected too.
+
+A change that was completed by the row that the source has under its key by now is *in doubt*: it may be another row, if
+its own went to another key meanwhile. Whatever takes that key from it comes later, and puts right what is there. But
+nothing may be taken along to another key: a change that would do so lacks its base as well.
 """
 
 from __future__ import annotations
@@ -10,10 +14,12 @@ from __future__ import annotations
 import base64
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -87,12 +93,14 @@ class Unshapable(TargetRefused):
 
 @dataclass(frozen=True)
 class Held:
-    """A letter that is open, as far as tasks must know it."""
+    """A letter that is open, or a change that is in doubt, as far as tasks must know it."""
 
     event_id: str
     seq: int
     table: str
     key: str | None
+    until: int | None = None
+    """None: a letter. Else it is in doubt, by what was committed at the source before this position."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +247,7 @@ class Guard:
         self.rejects: list[Reject] = []
         """Changes that rely on values of a row that is too old; to be told before anything is committed."""
         self.superseded: dict[str, int] = {}
-        """Event ids of letters that a change of this batch makes obsolete, with its seq."""
+        """Event ids of letters, and of what was in doubt, that a change of this batch makes obsolete, with its seq."""
 
     def passed(
         self, relation: Relation, relation_id: int, batches: Iterator[pa.RecordBatch]
@@ -267,61 +275,103 @@ class Guard:
 
     def _instead(self, it: _Concerned, row: pa.RecordBatch) -> list[pa.RecordBatch]:
         """What goes on of a change. What it makes obsolete, or lacks, is noted."""
-        seq, new, old = it.place(row)
+        at = it.place(row)
         if row["_ms_event_id"][0].as_py() in self._it.left_out:
-            if old is None or old == new or row["_ms_op"][0].as_py() != chr(Op.UPDATE):
+            if at.old is None or at.old == at.new or row["_ms_op"][0].as_py() != chr(Op.UPDATE):
                 return []
             # What the row was called before is free, whatever became of the row.
-            self._supersede(it, {old}, seq)
+            self._supersede(self._open(it, {at.old}, at), at.seq)
             return [_as_delete(row)]
         all_rows = row["_ms_op"][0].as_py() == chr(Op.TRUNCATE)
-        older = self._open(it, None if all_rows else {new, old}, seq)
+        older = self._open(it, None if all_rows else {at.new, at.old}, at)
+        letters = [one for one in older if one.until is None]
         if older and relies_on_its_row(row, 0):
-            found = pa.Table.from_batches([row])
-            self.rejects.append(reject(it.relation, it.relation_id, found, it.key, MissingBase(_MISSING)))
-            return []
-        for letter in older:
-            self.superseded[letter.event_id] = seq
-        misleads = older and not all_rows and it.relation.identity == "f"
-        return _afresh(row, new, old) if misleads else [row]
+            if letters or (at.moves and any(one.key == at.old for one in older)):
+                found = pa.Table.from_batches([row])
+                self.rejects.append(reject(it.relation, it.relation_id, found, it.key, MissingBase(_MISSING)))
+                return []
+            if not at.moves:
+                # What it takes from its row is in doubt as before.
+                return [row]
+        self._supersede(older, at.seq)
+        misleads = letters and not all_rows and it.relation.identity == "f"
+        return _afresh(row, at.new, at.old) if misleads else [row]
 
-    def _supersede(self, it: _Concerned, keys: set[str | None], seq: int) -> None:
-        for letter in self._open(it, keys, seq):
-            self.superseded[letter.event_id] = seq
+    def _supersede(self, older: Sequence[Held], seq: int) -> None:
+        for one in older:
+            self.superseded[one.event_id] = seq
 
-    def _open(self, it: _Concerned, keys: set[str | None] | None, seq: int) -> list[Held]:
-        """The letters of rows with these keys (None: of all rows) that are open before this change."""
-        mine = it.held if it.key else ()
-        mine = [letter for letter in mine if keys is None or (letter.key is not None and letter.key in keys)]
-        return [letter for letter in mine if letter.seq < seq and self._is_open(letter, seq)]
+    def _open(self, it: _Concerned, keys: set[str | None] | None, at: _Place) -> list[Held]:
+        """What is open of rows with these keys (None: of all rows) before this change."""
+        mine = it.held if keys is None else [one for key in keys for one in it.by_key.get(key, ())]
+        return [one for one in mine if one.seq < at.seq and self._is_open(one, at)] if it.key else []
 
-    def _is_open(self, letter: Held, seq: int) -> bool:
-        return self.superseded.get(letter.event_id, seq) >= seq
+    def _is_open(self, one: Held, at: _Place) -> bool:
+        told = one.until is not None and one.until <= at.position
+        return not told and self.superseded.get(one.event_id, at.seq) >= at.seq
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a change stands: its seq, the key of its row after and before it, its position in the source."""
+
+    seq: int
+    new: str | None
+    old: str | None
+    position: int
+
+    @property
+    def moves(self) -> bool:
+        return self.old is not None and self.old != self.new
 
 
 @dataclass(frozen=True)
 class _Concerned:
-    """A relation of the batch, and the letters of its table."""
+    """A relation of the batch, and what is open of its table."""
 
     relation: Relation
     relation_id: int
     key: tuple[str, ...]
     held: Sequence[Held]
 
+    @cached_property
+    def by_key(self) -> Mapping[str | None, Sequence[Held]]:
+        found: dict[str | None, list[Held]] = {}
+        for one in self.held:
+            if one.key is not None:
+                found.setdefault(one.key, []).append(one)
+        return found
+
     def concerned(self, batch: pa.RecordBatch, left_out: frozenset[str]) -> list[int]:
         """The rows, in order, that are letters or may touch the row of one."""
         mask = booleans(pc.is_in(batch["_ms_event_id"], pa.array(sorted(left_out), pa.string())))
         if self.held and self.key:
-            keys = pa.array(sorted({letter.key for letter in self.held if letter.key is not None}), pa.string())
+            keys = pa.array(list(self.by_key), pa.string())
+            # What is as old as all that is open under its key is not concerned: so are most changes in doubt.
+            first = np.array([min(one.seq for one in held) for held in self.by_key.values()])
+            seqs = _integers(batch["_ms_seq"], np.int64)
             for texts in key_texts(batch, self.key):
-                mask |= booleans(pc.is_in(texts, keys))
+                places = pc.index_in(texts, value_set=keys)
+                at = _integers(pc.fill_null(places, -1), np.int32)
+                mask |= (at >= 0) & (seqs > first[at]) if len(first) else False
             mask |= one_letter(batch["_ms_op"]) == Op.TRUNCATE
         return [int(at) for at in np.flatnonzero(mask)]
 
-    def place(self, row: pa.RecordBatch) -> tuple[int, str | None, str | None]:
-        """A change's seq, and the key of its row after and before it."""
+    def place(self, row: pa.RecordBatch) -> _Place:
         new, old = (text[0].as_py() for text in key_texts(row, self.key)) if self.key else (None, None)
-        return int(row["_ms_seq"][0].as_py()), new, old
+        return _Place(int(row["_ms_seq"][0].as_py()), new, old, position_of(row["_ms_position"][0].as_py()))
+
+
+def _integers(array: pa.Array, kind: type[np.int32] | type[np.int64]) -> npt.NDArray[Any]:
+    """A column without NULLs as numpy's."""
+    if not len(array):
+        return np.zeros(0, kind)
+    return np.frombuffer(array.buffers()[1], kind, len(array), array.offset * np.dtype(kind).itemsize)
+
+
+def position_of(text: str) -> int:
+    """The number of `_ms_position`."""
+    return int(text.replace("/", ""), 16)
 
 
 def relies_on_its_row(batch: pa.RecordBatch, at: int) -> bool:

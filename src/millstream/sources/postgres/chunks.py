@@ -22,7 +22,7 @@ from millstream.sources.postgres.copied import select_list
 from millstream.sources.postgres.copying import awaited, copied
 from millstream.sources.postgres.options import PostgresOptions
 from millstream.sources.postgres.pace import Pace
-from millstream.sources.postgres.patterns import Pattern, parse_patterns, quote
+from millstream.sources.postgres.patterns import Pattern, parse_patterns
 from millstream.sources.postgres.ranges import Leaf, chunks_by_key, cut_by_key, range_conditions, whole
 from millstream.sources.postgres.session import Refused, Session
 from millstream.sources.postgres.within import source_condition
@@ -254,26 +254,6 @@ def read_chunk(spec: SourceSpec, plan: SnapshotPlan, chunk: Chunk) -> Iterator[p
             grant = "grant the right to read the table; where it has row security, BYPASSRLS too"
             hint = grant if refused.sqlstate == "42501" else None
             raise SourceHalted(f"reading {chunk.relation.table}: {refused}", hint=hint) from None
-
-
-def read_keys(
-    spec: SourceSpec, relation: Relation, names: Sequence[str], keys: Sequence[Sequence[str]]
-) -> Iterator[pa.LargeBinaryArray]:
-    """The rows that have these keys (columns `names`, values as text) now, as the relation's decoder takes them.
-
-    Raises SourceError when the source cannot be asked, or the table is not as the relation describes it any more.
-    """
-    table = quote(relation.schema, relation.name)
-    columns = ", ".join(quote(name) for name in names)
-    wanted = ", ".join(f"({', '.join(literal(value) for value in key)})" for key in keys)
-    statement = (
-        f"COPY (SELECT {select_list(relation)} FROM {table} WHERE ({columns}) IN ({wanted})) TO STDOUT (FORMAT binary)"
-    )
-    with closing(Session(connect_session(spec, PostgresOptions.of(spec)))) as session:
-        try:
-            yield from copied(session, statement)
-        except Refused as refused:
-            raise SourceHalted(f"reading rows of {relation.table}: {refused}") from None
 
 
 def published(control: Connection, options: PostgresOptions) -> dict[int, str | None]:
