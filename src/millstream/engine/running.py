@@ -150,7 +150,7 @@ class RunningStreams:
 
     def comparing(self, name: str) -> str:
         """The same to be read: of which target of the stream, and how far. From any thread."""
-        return next((f"{target}: {text}" for target, text in self._roster.held_of(name).items()), "")
+        return next((f"{target}: {text}" for target, text in self._roster.held_of(name).items() if text), "")
 
     def let_go(self, name: str, target: str) -> None:
         """Deliver on to a target that was held. From any thread."""
