@@ -30,6 +30,7 @@
     ├── SchemaGated            a schema change is not to be delivered before somebody has approved it
     ├── StateError             the state store cannot be read or written
     ├── SnapshotError          a snapshot of a target's state cannot be written, read or used
+    │   └── SnapshotsUnavailable   transient: where snapshots are kept cannot be reached now
     ├── VerifyFailed           a target could not be compared with its source
     ├── NotReady               a stream did not come to run in time, or has failed
     ├── NotSupported           what was asked is known, but this version cannot do it
@@ -218,6 +219,12 @@ class StateError(MillstreamError):
 
 class SnapshotError(MillstreamError):
     """A snapshot of a target's state cannot be written or read, is damaged, or is not this target's."""
+
+
+class SnapshotsUnavailable(SnapshotError):
+    """The server at which snapshots are kept cannot be reached, or is too busy; a restore is tried again."""
+
+    transient = True
 
 
 class VerifyFailed(MillstreamError):

@@ -436,6 +436,15 @@ def test_secrets_in_the_wrong_place_do_not_appear_in_messages(problems: Callable
     assert "'${SECRET}' is not a size" in str(found)
 
 
+def test_a_key_in_the_url_for_snapshots_is_refused_and_not_shown(problems: Callable[..., list[str]]) -> None:
+    of_sqlite = ("{name: log, kind: files, path: ./log}", "{name: log, kind: sqlite, path: ./log.db}")
+    text = changed(of_sqlite) + "snapshots: {path: 's3://${KEYS}@bucket/kept', every: 1h}\n"
+    (said,) = problems(text, KEYS="AKIA:hidden/hidden")
+    assert said.startswith("9:19: snapshots.path: a key or password seems to stand in the s3:// URL for snapshots")
+    assert "AWS_ACCESS_KEY_ID" in said
+    assert not any(word in said for word in ("hidden", "AKIA"))
+
+
 def test_a_stream_is_stored_as_plain_json(load: Load, tmp_path: Path) -> None:
     (stream,) = load(MINIMAL)
     stored = definition(stream)

@@ -21,7 +21,7 @@ from tests.fixtures.keeping import ORDERS, create, delete, deliver, kept, restor
 from tests.fixtures.tuples import Change, insert, update
 from tests.fixtures.tuples import delete as removed
 
-TAKING = ("keep.begun", "keep.table_written", "keep.written")
+TAKING = ("keep.begun", "keep.rows_written", "keep.table_written", "keep.written")
 RESTORING = ("restore.written", "restore.committed", "restore.brought_back", "restore.noted")
 OTHERS = ("keep.finished", "keep.manifest_removed", "restore.asked")
 

@@ -30,8 +30,9 @@ from millstream.errors import (
     UnknownStream,
 )
 from millstream.observe import Level
-from millstream.snapshots.files import Files, LocalFiles, RemoteFiles, open_files
+from millstream.snapshots.files import Files, LocalFiles
 from millstream.snapshots.letters import Open
+from millstream.snapshots.remote import RemoteFiles, open_files
 from millstream.snapshots.restoring import restore
 from millstream.snapshots.rows import Format
 from millstream.snapshots.store import SnapshotStore

@@ -36,7 +36,7 @@ from millstream.model import (
     StreamSpec,
     TargetSpec,
 )
-from millstream.snapshots import SCHEMES
+from millstream.snapshots.urls import problem_with
 
 Kinds = Mapping[str, SourceKind] | Mapping[str, TargetKind]
 
@@ -333,11 +333,9 @@ def _check_snapshots(report: Reporter, keys: StreamKeys) -> None:
     if not any(target.kind in KEPT for target in keys.targets):
         message = "no target of the stream has a state that can be kept"
         report.problem(("snapshots",), message, f"those of kind {' and '.join(KEPT)} have", of_key=True)
-    path = keys.snapshots.path if keys.snapshots else ""
-    scheme = path.partition("://")[0] if "://" in path else "file"
-    if not path or scheme not in ("file", *SCHEMES):
-        hint = f"write a path, or a URL that begins with one of: file, {', '.join(SCHEMES)}"
-        report.problem(("snapshots", "path"), "snapshots cannot be kept there", hint)
+    wrong = problem_with(keys.snapshots.path) if keys.snapshots else None
+    if wrong is not None:
+        report.problem(("snapshots", "path"), *wrong)
 
 
 def _check_copy(report: Reporter, raw: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from millstream.engine.fit import open_target
 from millstream.engine.home import Home
 from millstream.errors import ConfigError, SecretError, SourceError
 from millstream.model import Mode, SourceSpec, StreamSpec
+from millstream.snapshots.urls import check_address
 from millstream.sources import can_copy, open_source, shadowed_tables
 from millstream.state.base import StateStore
 
@@ -50,6 +51,7 @@ def _check_alone(stream: StreamSpec) -> None:
             raise ConfigError(f"stream {stream.name} has two targets named {name}")
     if stream.mode is Mode.SNAPSHOT:
         _check_copy(stream)
+    check_address(stream.snapshots.path if stream.snapshots else None)
     ack_position(stream.commit, stream.targets, {}, journal_id="", head=None, start_position=0)
     open_source(stream.source).close()
     for target in stream.targets:

@@ -32,10 +32,14 @@ class EngineSnapshots(EnginePart):
 
         `path` is a directory or URL, and `format` arrow or jsonl; by default what the stream's `snapshots` says.
         Returns when the snapshots are whole and durable. Raises NotSupported for a target of another kind than
-        sqlite and duckdb, NotReady for one that has nothing yet, SnapshotError where they cannot be written.
+        sqlite and duckdb, NotReady for one that has nothing yet, SnapshotError where they cannot be written,
+        ConfigError for a path that can be none, or has a key in it.
         """
         from millstream.snapshots.store import SnapshotStore
+        from millstream.snapshots.urls import check_address
 
+        # Before it is written down for another process: there may be a key in it.
+        check_address(path)
         arguments: Json = {"name": name, "target": target, "path": path, "format": format}
         done = self._take_running(arguments) if self.is_running else self._take_elsewhere(arguments)
         if done["failed"] and not done["snapshots"]:
@@ -101,7 +105,10 @@ class EngineSnapshots(EnginePart):
     def prune_snapshots(
         self, name: str, target: str | None = None, *, keep: int | None = None, path: str | None = None
     ) -> list[TargetSnapshot]:
-        """Remove all but the newest `keep` snapshots of each target (by default what the stream says)."""
+        """Remove all but the newest `keep` snapshots of each target (by default what the stream says).
+
+        What was begun more than a day ago and never finished goes as well.
+        """
         from millstream.engine.snapshots import place_of
 
         stream = self._known(name, target)

@@ -27,6 +27,7 @@ from millstream.errors import ConfigError, HomeLocked, MillstreamError, RequestF
 from millstream.failpoint import failpoint
 from millstream.model import Json, StreamSpec
 from millstream.observe import Observer
+from millstream.snapshots.urls import check_address
 from millstream.state.base import Request, StateStore
 
 if TYPE_CHECKING:
@@ -244,8 +245,9 @@ def unpacked(answer: Mapping[str, Any]) -> Json:
 
 
 def as_arguments(streams: Sequence[StreamSpec]) -> Json:
-    """Streams for a request. Raises ConfigError for one with a password in it: that is never written down."""
+    """Streams for a request. Raises ConfigError for one with a password or key in it: that is never written down."""
     for stream in streams:
+        check_address(stream.snapshots.path if stream.snapshots else None)
         whose = has_secret(stream)
         if whose is not None:
             raise ConfigError(

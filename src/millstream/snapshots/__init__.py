@@ -1,8 +1,5 @@
 """States of targets, kept aside: the rows of a target's tables and its cursor, as they were at one moment."""
 
-SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
-"""URLs that pyarrow has file systems for; `file` is one of ours."""
-
 RESTORE, SNAPSHOT = "restore", "snapshot"
 """Under which names the state store remembers the last of each, by target."""
 WAITING, RESTORED, DONE, FAILED = "waiting", "restored", "done", "failed"

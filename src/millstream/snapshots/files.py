@@ -1,4 +1,4 @@
-"""Where snapshots are kept: a directory, or a URL that `pyarrow.fs` can open.
+"""Where snapshots are kept: files below a base, which is a directory here, or a URL (`remote`).
 
 On a disk a file is synced before it gets its name; elsewhere it is there when it was closed. Names are paths below
 the base, with slashes.
@@ -14,12 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
-from urllib.parse import urlsplit
 
-from pyarrow import fs
-
-from millstream.errors import ConfigError, SnapshotError
-from millstream.snapshots import SCHEMES
+from millstream.errors import SnapshotError
+from millstream.snapshots.urls import below
 
 
 class Summed:
@@ -130,11 +127,13 @@ class Files(ABC):
         try:
             yield
         except OSError as failed:
-            why = failed.strerror or type(failed).__name__
-            raise SnapshotError(
-                f"cannot {what} {self.base.rstrip('/')}/{name}: {why}",
-                hint="check the path and its rights, and whether there is room",
-            ) from failed
+            kind, why, hint = self._explain(failed)
+            raise kind(f"cannot {what} {below(self.base, name)}: {why}", hint=hint) from failed
+
+    def _explain(self, failed: OSError) -> tuple[type[SnapshotError], str, str]:
+        """The error that it is to whoever asked, why, and what to do. Nothing in it is a secret."""
+        why = failed.strerror or type(failed).__name__
+        return SnapshotError, why, "check the path and its rights, and whether there is room"
 
 
 class LocalFiles(Files):
@@ -190,63 +189,3 @@ class LocalFiles(Files):
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-class RemoteFiles(Files):
-    """A file system of pyarrow's."""
-
-    def __init__(self, base: str, filesystem: fs.FileSystem, path: str) -> None:
-        super().__init__(base)
-        self._filesystem = filesystem
-        self._path = path.rstrip("/")
-
-    @contextmanager
-    def _create(self, name: str) -> Iterator[IO[bytes]]:
-        path = f"{self._path}/{name}"
-        self._filesystem.create_dir(path.rpartition("/")[0], recursive=True)
-        # What an error cuts off may be there all the same: only what a manifest names counts.
-        with self._filesystem.open_output_stream(path) as file:
-            yield file
-
-    def _open(self, name: str) -> Any:
-        return self._filesystem.open_input_stream(f"{self._path}/{name}")
-
-    def _folders(self, name: str) -> list[str]:
-        selector = fs.FileSelector(f"{self._path}/{name}".rstrip("/"), allow_not_found=True)
-        found = self._filesystem.get_file_info(selector)
-        return [one.base_name for one in found if one.type == fs.FileType.Directory]
-
-    def _remove(self, name: str) -> None:
-        path = f"{self._path}/{name}"
-        if self._filesystem.get_file_info(path).type != fs.FileType.NotFound:
-            self._filesystem.delete_file(path)
-
-    def _remove_folder(self, name: str) -> None:
-        path = f"{self._path}/{name}"
-        if self._filesystem.get_file_info(path).type != fs.FileType.NotFound:
-            self._filesystem.delete_dir(path)
-
-
-def open_files(base: str) -> Files:
-    """The files below a path or URL. Raises ConfigError for a URL that nobody can open; creates nothing.
-
-    `file:` URLs are taken literally, as Spark does: a percent sign or a space is just itself.
-    """
-    scheme, separator, rest = base.partition("://")
-    if not separator or scheme == "file":
-        return LocalFiles(Path("/" + rest.lstrip("/") if separator else base).absolute())
-    if scheme not in SCHEMES:
-        raise ConfigError(
-            f"snapshots cannot be kept at a URL of the kind {scheme}://",
-            hint=f"give a path, or a URL that begins with one of: file, {', '.join(SCHEMES)}",
-        )
-    try:
-        filesystem, path = fs.FileSystem.from_uri(base)
-    except (OSError, ValueError) as failed:
-        # Its words may repeat the URL, and that may hold a key.
-        where = urlsplit(base).hostname or scheme
-        raise ConfigError(
-            f"the file system of {scheme}://{where} cannot be opened: {type(failed).__name__}",
-            hint="check the URL, the network and the credentials in the environment",
-        ) from None
-    return RemoteFiles(f"{scheme}://{path}", filesystem, path)

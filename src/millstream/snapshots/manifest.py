@@ -11,6 +11,7 @@ from typing import Any
 from millstream.errors import SnapshotError
 from millstream.model import Json
 from millstream.snapshots.rows import Format
+from millstream.snapshots.urls import below
 
 VERSION = 1
 NAME = "manifest.json"
@@ -54,7 +55,7 @@ class TargetSnapshot:
     target: str
     kind: str
     base: str
-    """The path or URL under which it is kept."""
+    """The path or URL under which it is kept; another process can open it by this."""
     created_at: datetime
     """Before its state was fixed: what happened at the target later than this may not be in it."""
     seconds: float
@@ -98,7 +99,7 @@ class TargetSnapshot:
             "target": self.target,
             "kind": self.kind,
             "base": self.base,
-            "path": f"{self.base.rstrip('/')}/{self.folder}",
+            "path": below(self.base, self.folder),
             "created_at": self.created_at.isoformat(),
             "seconds": self.seconds,
             "journal_id": self.journal_id,
@@ -127,7 +128,7 @@ class TargetSnapshot:
             version = value.pop("version")
             if version != VERSION:
                 raise SnapshotError(
-                    f"the snapshot in {base}/{folder} was written by another version of millstream ({version})",
+                    f"the snapshot in {below(base, folder)} was written by another version of millstream ({version})",
                     hint="use that version, or a newer one",
                 )
             tables = tuple(_table(one) for one in value.pop("tables"))
@@ -138,7 +139,7 @@ class TargetSnapshot:
             return cls(**value, base=base, created_at=created, format=format, tables=tables, letters=kept)
         except (ValueError, KeyError, TypeError) as damaged:
             raise SnapshotError(
-                f"the manifest in {base}/{folder} is damaged: {type(damaged).__name__}",
+                f"the manifest in {below(base, folder)} is damaged: {type(damaged).__name__}",
                 hint="remove that directory, and use another snapshot",
             ) from None
 

@@ -7,24 +7,26 @@
       manifest.json               written last: what has none is not there
 
 A snapshot is removed manifest first, so that a kill on the way leaves what was never there. What a create that was
-killed has left is removed by the next one of the same target in the same home.
+killed has left is removed by the next one of the same target in the same home, and a day later by whoever prunes.
 """
 
 from __future__ import annotations
 
 import json
 import socket
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
 
 from millstream.errors import SnapshotError, UnknownName
 from millstream.failpoint import failpoint
 from millstream.model import Json
-from millstream.snapshots.files import open_files
 from millstream.snapshots.manifest import NAME, KeptFile, TargetSnapshot
+from millstream.snapshots.remote import open_files
 
 BEGUN = "begun.json"
 LATEST = "latest"
+ABANDONED = timedelta(days=1)
+"""So old, what was begun and not finished is nobody's work any more, wherever it was begun."""
 
 
 class SnapshotStore:
@@ -104,10 +106,14 @@ class SnapshotStore:
         self.files.remove_folder(snapshot.folder)
 
     def prune(self, stream: str, target: str, keep: int) -> list[TargetSnapshot]:
-        """Remove all but the newest `keep`; returns what went."""
-        gone = self.all_of(stream, target)[:-keep]
+        """Remove all but the newest `keep`, and what somebody began long ago; returns the snapshots that went."""
+        found = {id: self.find(stream, target, id) for id in self.ids(stream, target)}
+        gone = [one for one in found.values() if one is not None][:-keep]
         for one in gone:
             self.delete(one)
+        for id, whole in found.items():
+            if whole is None and _age(id) > ABANDONED:
+                self.files.remove_folder(f"{stream}/{target}/{id}")
         return gone
 
     def check(self, snapshot: TargetSnapshot) -> None:
@@ -134,6 +140,14 @@ def _new_id(known: list[str]) -> str:
     id = f"{now:%Y%m%dT%H%M%S}{now.microsecond // 1000:03}Z"
     # Greater than all there are, whatever the clock does.
     return id if not known or id > max(known) else f"{max(known)}a"
+
+
+def _age(id: str) -> timedelta:
+    """How long ago a snapshot was begun; nothing for a name that is not ours."""
+    try:
+        return datetime.now(UTC) - datetime.strptime(id[:15], "%Y%m%dT%H%M%S").replace(tzinfo=UTC)
+    except ValueError:
+        return timedelta(0)
 
 
 def _is_id(text: str) -> bool:

@@ -104,6 +104,7 @@ class Taking:
             if self.stopping.is_set():
                 raise TakingStopped
             yield batch
+            failpoint("keep.rows_written")
 
 
 def settings(stream: StreamSpec, target: TargetSpec) -> Json:
