@@ -11,9 +11,10 @@ import pytest
 from millstream.sources.postgres import copy_socket, copying
 from millstream.sources.postgres.connection import connect_session
 from millstream.sources.postgres.copy_socket import HEAD
-from millstream.sources.postgres.copying import awaited, copied
+from millstream.sources.postgres.copying import copied
 from millstream.sources.postgres.options import PostgresOptions
 from millstream.sources.postgres.session import Refused, Session
+from millstream.sources.postgres.waiting import awaited
 from tests.fixtures.capture import source_spec
 from tests.fixtures.postgres import Database
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from millstream.cli.columns import Column, print_columns
+from millstream.cli.homes import engine_of
 from millstream.cli.output import Home, Json, console, print_json
 
 if TYPE_CHECKING:
-    from millstream.engine.engine import Engine
     from millstream.registry.ddl import DdlEvent
 
 ddl = typer.Typer(
@@ -32,7 +32,7 @@ def list_events(
     json: Json = False,
 ) -> None:
     """List the schema changes of a stream's tables, oldest first."""
-    found = [one for one in _engine(home).ddl_events(name) if not pending or one.state == "pending"]
+    found = [one for one in engine_of(home).ddl_events(name) if not pending or one.state == "pending"]
     if json:
         print_json([one.to_json() for one in found])
     elif found:
@@ -44,7 +44,7 @@ def list_events(
 @ddl.command()
 def show(name: Stream, id: Id, home: Home = None, json: Json = False) -> None:
     """Show one schema change. What is different, what was decided, which targets have it."""
-    found = _engine(home).ddl_event(name, id).to_json()
+    found = engine_of(home).ddl_event(name, id).to_json()
     if json:
         print_json(found)
         return
@@ -77,15 +77,8 @@ def reject(name: Stream, id: Id, home: Home = None, json: Json = False) -> None:
 
 
 def _decide(home: str | None, name: str, id: str, *, approved: bool, json: bool) -> None:
-    found = _engine(home).decide_ddl(name, id, approved=approved)
+    found = engine_of(home).decide_ddl(name, id, approved=approved)
     print_json(found.to_json()) if json else console().print(f"{id}: {found.state}")
-
-
-def _engine(home: str | None) -> Engine:
-    from millstream.engine.engine import Engine
-    from millstream.engine.home import Home as HomeDirectory
-
-    return Engine(HomeDirectory.locate(home))
 
 
 _LISTED = (

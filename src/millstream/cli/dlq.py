@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from millstream.cli.columns import Column, print_columns
+from millstream.cli.homes import engine_of
 from millstream.cli.output import Home, Json, console, print_json
 from millstream.errors import ConfigError
 from millstream.observe import counted
@@ -37,7 +38,7 @@ def list_letters(
     json: Json = False,
 ) -> None:
     """List the dead letters, oldest first, without values of their rows."""
-    letters = _engine(home).dead_letters(name, target, table)
+    letters = engine_of(home).dead_letters(name, target, table)
     if json:
         print_json([_listed(letter) for letter in letters])
         return
@@ -54,7 +55,7 @@ def show(
     json: Json = False,
 ) -> None:
     """Show one letter with the values of its row."""
-    letter = _engine(home).dead_letter(id)
+    letter = engine_of(home).dead_letter(id)
     found = {**_listed(letter), "change": _change(letter)}
     if json:
         print_json(found)
@@ -79,7 +80,7 @@ def retry(
     json: Json = False,
 ) -> None:
     """Deliver letters once more. One whose row was written by a later change does nothing, and is removed."""
-    engine = _engine(home)
+    engine = engine_of(home)
     done = engine.retry_letters(_numbers(engine, ids, stream, target, table))
     if json:
         print_json([one.to_json() for one in done])
@@ -102,16 +103,9 @@ def purge(
     json: Json = False,
 ) -> None:
     """Give letters up. The changes are lost to their target, whose rows stay as they are."""
-    engine = _engine(home)
+    engine = engine_of(home)
     removed = engine.purge_letters(_numbers(engine, ids, stream, target, table))
     print_json({"purged": removed}) if json else console().print(f"{counted(removed, 'dead letter')} given up.")
-
-
-def _engine(home: str | None) -> Engine:
-    from millstream.engine.engine import Engine
-    from millstream.engine.home import Home as HomeDirectory
-
-    return Engine(HomeDirectory.locate(home))
 
 
 def _numbers(

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from datetime import UTC, date, datetime, time
+from datetime import date, datetime, time
 from decimal import Decimal
 from typing import Any
 
 from millstream.changelog import BEFORE, METADATA, assemble, pieces
-from millstream.errors import ConfigError, UnknownName
+from millstream.cli.places import at_place
+from millstream.errors import UnknownName
 from millstream.journal import JournalReader, open_slice
 from millstream.model import Json, Relation, SeqRange
 from millstream.names import instead
 from millstream.sources.decoders import messages
-from millstream.sources.postgres.lsn import parse_lsn
 
 STEP = 10_000
 """How many seqs are read at a time: this bounds memory, whatever the journal's size."""
@@ -49,22 +49,7 @@ def changes(
 
 def cursor_before(reader: JournalReader, text: str) -> int:
     """The seq before the first change that `text` (a seq, a position or a time) means."""
-    if text.isdecimal():
-        return int(text) - 1
-    if "/" in text:
-        try:
-            return reader.seq_at_position(parse_lsn(text))
-        except ValueError as wrong:
-            raise ConfigError(str(wrong)) from None
-    try:
-        at = datetime.fromisoformat(text)
-    except ValueError:
-        raise ConfigError(
-            f"{text!r} is no place in a journal",
-            hint="give a seq (1204), a position (0/16B3748) or a time (2026-01-31)",
-        ) from None
-    # A time without a zone is meant as the clock on the wall shows it.
-    return reader.seq_at_time(int(at.astimezone(UTC).timestamp() * 1_000_000))
+    return at_place(text, lambda seq: seq - 1, reader.seq_at_position, reader.seq_at_time)
 
 
 def _last(reader: JournalReader, text: str) -> int:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from millstream.cli.homes import engine_of
 from millstream.cli.output import Home, Json, console, print_json
 
 
@@ -30,10 +31,7 @@ def reload(
     json: Json = False,
 ) -> None:
     """Copy tables anew while changes keep flowing. Returns when it is written down."""
-    from millstream.engine.engine import Engine
-    from millstream.engine.home import Home as HomeDirectory
-
-    engine = Engine(HomeDirectory.locate(home))
+    engine = engine_of(home)
     if where is not None and len(table or ()) != 1:
         raise typer.BadParameter("--where is a condition on the key of one table: give one --table with it")
     engine.reload(name, target, tables=table or (), where=where)

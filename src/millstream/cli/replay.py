@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from millstream.cli.homes import engine_of
 from millstream.cli.output import Home, Json, console, print_json
 
 if TYPE_CHECKING:
@@ -45,11 +46,8 @@ def replay(
     json: Json = False,
 ) -> None:
     """Deliver once more what targets have had, out of the journal. Returns when it is written down."""
-    from millstream.engine.engine import Engine
-    from millstream.engine.home import Home as HomeDirectory
-
     start = _start(from_position, from_seq, from_time, from_checkpoint)
-    engine = Engine(HomeDirectory.locate(home))
+    engine = engine_of(home)
     engine.replay(name, start, target, tables=table or (), until=None if until is None else _end(until))
     runs = engine.home.owner() is not None
     targets = [one for one in engine.get_status(name).targets if target in (None, one.name)]

@@ -9,6 +9,7 @@ import typer
 from millstream.cli.columns import Column, print_columns
 from millstream.cli.journal import Source, find_journal, journals_of, reader_of
 from millstream.cli.output import Home, Json, console, print_json
+from millstream.cli.places import at_place
 from millstream.errors import ConfigError, UnknownName
 from millstream.names import instead
 
@@ -123,25 +124,12 @@ def _registry(home: str | None, name: str) -> Registry:
 
 def _at(registry: Registry, table: str, place: str) -> Version:
     """The version at a place, which may have been pruned from the journal."""
-    from datetime import UTC, datetime
-
-    from millstream.sources.postgres.lsn import parse_lsn
-
-    if place.isdecimal():
-        return registry.at_seq(table, int(place))
-    if "/" in place:
-        try:
-            return registry.at_position(table, parse_lsn(place))
-        except ValueError as wrong:
-            raise ConfigError(str(wrong)) from None
-    try:
-        at = datetime.fromisoformat(place)
-    except ValueError:
-        raise ConfigError(
-            f"{place!r} is no place in a journal",
-            hint="give a seq (1204), a position (0/16B3748) or a time (2026-01-31)",
-        ) from None
-    return registry.at_time(table, int(at.astimezone(UTC).timestamp() * 1_000_000))
+    return at_place(
+        place,
+        lambda seq: registry.at_seq(table, seq),
+        lambda position: registry.at_position(table, position),
+        lambda time: registry.at_time(table, time),
+    )
 
 
 _VERSIONS = (

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from millstream.cli.columns import Column, print_columns
+from millstream.cli.homes import engine_of
 from millstream.cli.output import Home, Json, console, print_json, seconds, size
 from millstream.observe import counted
 
 if TYPE_CHECKING:
-    from millstream.engine.engine import Engine
     from millstream.snapshots.manifest import TargetSnapshot
 
 snapshot = typer.Typer(
@@ -61,7 +61,7 @@ def create(
     """Take a snapshot of each target, or of one. The stream goes on."""
     if format not in (None, "arrow", "jsonl"):
         raise typer.BadParameter("a format is arrow or jsonl")
-    found = _engine(home).create_snapshot(name, target, path=_absolute(path), format=format)
+    found = engine_of(home).create_snapshot(name, target, path=_absolute(path), format=format)
     if json:
         print_json([one.to_json() for one in found])
         return
@@ -75,7 +75,7 @@ def list_snapshots(
     name: Name, target: Target = None, path: Where = None, home: Home = None, json: Json = False
 ) -> None:
     """List the snapshots there are, oldest first. One that was not finished is none."""
-    found = _engine(home).list_snapshots(name, target, path=_absolute(path))
+    found = engine_of(home).list_snapshots(name, target, path=_absolute(path))
     if json:
         print_json([one.to_json() for one in found])
         return
@@ -96,7 +96,7 @@ def inspect(
     json: Json = False,
 ) -> None:
     """Show what is in a snapshot, and whether it can be restored."""
-    found, why = _engine(home).inspect_snapshot(name, id, target, path=_absolute(path), check=check)
+    found, why = engine_of(home).inspect_snapshot(name, id, target, path=_absolute(path), check=check)
     told = {**found.to_json(), "checked": check, "usable": why is None, "why_not": why}
     if json:
         print_json(told)
@@ -124,7 +124,7 @@ def restore(
     json: Json = False,
 ) -> None:
     """Bring a target back to a snapshot. Its delivery goes on from there: no gap, no double."""
-    record = _engine(home).restore_snapshot(name, id, target, path=_absolute(path), overwrite=overwrite)
+    record = engine_of(home).restore_snapshot(name, id, target, path=_absolute(path), overwrite=overwrite)
     if json:
         print_json(record)
         return
@@ -145,7 +145,7 @@ def delete(
     json: Json = False,
 ) -> None:
     """Remove a snapshot."""
-    gone = _engine(home).delete_snapshot(name, id, target, path=_absolute(path))
+    gone = engine_of(home).delete_snapshot(name, id, target, path=_absolute(path))
     print_json(gone.to_json()) if json else console().print(f"{name}/{gone.target}: {gone.id} is deleted.")
 
 
@@ -162,7 +162,7 @@ def prune(
     json: Json = False,
 ) -> None:
     """Remove the oldest snapshots, so that only the newest stay."""
-    gone = _engine(home).prune_snapshots(name, target, keep=keep, path=_absolute(path))
+    gone = engine_of(home).prune_snapshots(name, target, keep=keep, path=_absolute(path))
     if json:
         print_json([one.to_json() for one in gone])
         return
@@ -170,13 +170,6 @@ def prune(
         console().print(f"{name}/{one.target}: {one.id} is deleted.")
     if not gone:
         console().print("There are no more than that.")
-
-
-def _engine(home: str | None) -> Engine:
-    from millstream.engine.engine import Engine
-    from millstream.engine.home import Home as HomeDirectory
-
-    return Engine(HomeDirectory.locate(home))
 
 
 def _absolute(path: str | None) -> str | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from millstream.cli.columns import Column, print_columns
+from millstream.cli.homes import engine_of
 from millstream.cli.output import Home, Json, console, print_json, report_warning
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def apply(
     from millstream.config.definition import definition
 
     streams = load_streams(files, on_warning=report_warning)
-    engine = _engine(home)
+    engine = engine_of(home)
     before = {stream.name: definition(stream) for stream in engine.list_streams()}
     engine.upsert_streams(streams)
     done = {}
@@ -81,14 +82,14 @@ def list_streams(home: Home = None, json: Json = False) -> None:
 
 def pause(name: Name, target: Target = None, home: Home = None, json: Json = False) -> None:
     """Deliver no more of a stream, or to one target, until `resume`. Nothing is lost."""
-    engine = _engine(home)
+    engine = engine_of(home)
     engine.pause(name, target)
     _print_state(engine, name, target, json=json)
 
 
 def resume(name: Name, target: Target = None, home: Home = None, json: Json = False) -> None:
     """Go on with what was paused, and try again what has failed."""
-    engine = _engine(home)
+    engine = engine_of(home)
     engine.resume(name, target)
     _print_state(engine, name, target, json=json)
 
@@ -109,7 +110,7 @@ def delete(
     With it go its checkpoints and state, and unless another stream of the home is on the same source, the slot, the
     publications and the journal.
     """
-    done = _engine(home).delete_stream(name, keep_slot=keep_slot, keep_target=keep_target)
+    done = engine_of(home).delete_stream(name, keep_slot=keep_slot, keep_target=keep_target)
     if json:
         print_json(done)
         return
@@ -121,13 +122,6 @@ def delete(
         out.print(
             "  The source keeps its log for the slot until a stream on it runs, or somebody drops it.", style="yellow"
         )
-
-
-def _engine(home: str | None) -> Engine:
-    from millstream.engine.engine import Engine
-    from millstream.engine.home import Home as HomeDirectory
-
-    return Engine(HomeDirectory.locate(home))
 
 
 def _print_state(engine: Engine, name: str, target: str | None, *, json: bool) -> None:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from millstream.config.definition import from_definition
+from millstream.engine.answers import unpacked
 from millstream.engine.engine_letters import EngineLetters
 from millstream.engine.engine_snapshots import EngineSnapshots
 from millstream.engine.faults import FaultLog
@@ -22,7 +23,7 @@ from millstream.engine.home import Home
 from millstream.engine.operations import Operations
 from millstream.engine.reload import AskedTables
 from millstream.engine.replay import Asked, Place
-from millstream.engine.requests import RequestDesk, as_arguments, ask, unpacked, verify_order
+from millstream.engine.requests import RequestDesk, as_arguments, ask, verify_order
 from millstream.engine.status import home_status
 from millstream.engine.stream_status import StreamStatus
 from millstream.engine.verify_report import VerifyReport

@@ -7,10 +7,11 @@ import queue
 import threading
 from typing import TYPE_CHECKING, Any
 
+from millstream.engine.answers import unpacked
 from millstream.engine.engine_part import EnginePart
 from millstream.engine.faults import FaultLog
 from millstream.engine.operations import Operations
-from millstream.engine.requests import request, snapshot_order, unpacked
+from millstream.engine.requests import request, snapshot_order
 from millstream.engine.unknown import unknown_stream
 from millstream.errors import ConfigError, HomeLocked, RequestFailed
 from millstream.model import Json, StreamSpec

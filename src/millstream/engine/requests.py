@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import millstream.errors
 from millstream.config.definition import definition, from_definition, has_secret
+from millstream.engine.answers import error_answer, unpacked
 from millstream.engine.faults import FaultLog
 from millstream.engine.home import Home
 from millstream.engine.operations import Operations
@@ -129,7 +129,7 @@ class RequestDesk:
                 refuse_stale(request)
                 answer = self._take(request)
             except MillstreamError as failed:
-                answer = _as_answer(failed)
+                answer = error_answer(failed)
             if answer is not None:
                 self._reply(request.id, answer)
         self._looked_at = time.monotonic()
@@ -155,15 +155,11 @@ class RequestDesk:
             # A defect: it ends the run, as it does where nobody waits.
             self._defect = failed
             return
-        self._reply(id, {"result": done.result()} if failed is None else _as_answer(failed))
+        self._reply(id, {"result": done.result()} if failed is None else error_answer(failed))
 
     def _reply(self, id: int, answer: Json) -> None:
         failpoint("engine.request_done")
         self._store.answer(id, answer)
-
-
-def _as_answer(failed: MillstreamError) -> Json:
-    return {"error": {"kind": type(failed).__name__, "message": failed.message, "hint": failed.hint}}
 
 
 def refuse_stale(request: Request) -> None:
@@ -231,17 +227,6 @@ def request(
         raise
     finally:
         store.close()
-
-
-def unpacked(answer: Mapping[str, Any]) -> Json:
-    """The result of an answer. Raises the error that it is instead."""
-    error = answer.get("error")
-    if error is None:
-        return dict(answer["result"])
-    kind = getattr(millstream.errors, error["kind"], None)
-    if not (isinstance(kind, type) and issubclass(kind, MillstreamError)):
-        kind = RequestFailed
-    raise kind(error["message"], hint=error["hint"])
 
 
 def as_arguments(streams: Sequence[StreamSpec]) -> Json:

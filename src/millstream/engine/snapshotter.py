@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from millstream.config.kinds import KEPT
+from millstream.engine.answers import error_answer
 from millstream.engine.home import Home
 from millstream.engine.snapshots import take
 from millstream.errors import MillstreamError, NotReady, RequestFailed, SnapshotError
@@ -128,7 +129,7 @@ class Snapshotter:
         """Give up whatever there is; returns when it has ended. Nothing is taken any more."""
         self._stopping.set()
         for order in self._waiting:
-            order.done(_answer(_given_up()))
+            order.done(error_answer(_given_up()))
         self._waiting.clear()
         if self._thread is not None:
             self._thread.join()
@@ -173,11 +174,11 @@ class Snapshotter:
             taken = take_all(self._home, self._store, self._observer, order, self._stopping, aside)
             answer: Json = {"result": taken}
         except TakingStopped:
-            answer = _answer(_given_up())
+            answer = error_answer(_given_up())
         except MillstreamError as failed:
-            answer = _answer(failed)
+            answer = error_answer(failed)
         except Exception as defect:  # noqa: BLE001 - whoever asked must hear of it
-            answer = _answer(SnapshotError(f"the snapshot ended: {type(defect).__name__}"))
+            answer = error_answer(SnapshotError(f"the snapshot ended: {type(defect).__name__}"))
         order.done(answer)
 
     @contextmanager
@@ -187,10 +188,6 @@ class Snapshotter:
             if not mine:
                 raise TakingStopped
             yield
-
-
-def _answer(failed: MillstreamError) -> Json:
-    return {"error": {"kind": type(failed).__name__, "message": failed.message, "hint": failed.hint}}
 
 
 def _given_up() -> MillstreamError:

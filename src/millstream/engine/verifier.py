@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from millstream.engine.answers import error_answer
 from millstream.engine.verify import Asked, TargetVerification, VerifyStopped, can_repair, check_asked
 from millstream.engine.verify_report import TargetVerdict, VerifyReport
 from millstream.errors import (
@@ -51,11 +52,6 @@ class Order:
     asked: Asked
     done: Callable[[Json], None]
     scheduled: bool = False
-
-
-def error_answer(failed: MillstreamError) -> Json:
-    """What a request is told that could not be done."""
-    return {"error": {"kind": type(failed).__name__, "message": failed.message, "hint": failed.hint}}
 
 
 class Verifier:

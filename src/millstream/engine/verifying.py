@@ -8,10 +8,11 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
+from millstream.engine.answers import unpacked
 from millstream.engine.faults import FaultLog
 from millstream.engine.home import Home
 from millstream.engine.operations import Operations
-from millstream.engine.requests import request, unpacked, verify_order
+from millstream.engine.requests import request, verify_order
 from millstream.engine.unknown import unknown_stream
 from millstream.engine.verify_report import VerifyReport
 from millstream.errors import HomeLocked

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import pyarrow as pa
 
@@ -469,6 +469,3 @@ class Keepable(Protocol):
         Raises TargetRefused when the target has something and it is not to be overwritten, or a table is another
         stream's. False: it was brought back under this token already, and nothing was written.
         """
-
-
-TargetOptions = dict[str, Any]

@@ -56,11 +56,6 @@ class Compiled:
     outputs: tuple[tuple[Output, ...], ...]
     """What the analyst said, in the order in which it was asked: it need not be asked again."""
 
-    @property
-    def needs_spark(self) -> bool:
-        """Whether something is in SQL or Python: `changes` and `rows` cannot be had here then."""
-        return bool(self.outputs)
-
     def changes(self, batch: pa.RecordBatch, *, old_keys: bool = False) -> pa.RecordBatch:
         """What these changes of the source's table mean for the filtered and transformed one; may be no row.
 
@@ -101,8 +96,8 @@ class Compiled:
 def compiled(shaping: Shaping, relation: Relation) -> Compiled | None:
     """Bind the stream's shape to a relation; None when nothing of it is for that table.
 
-    Raises ConfigError that names stream, table and column for what the table does not allow. For a table that
-    `needs_spark` (see there) it takes an analyst: `compiled_by`.
+    Raises ConfigError that names stream, table and column for what the table does not allow. Where something
+    is in SQL or Python it takes an analyst: `compiled_by`.
     """
     return _compiled(shaping.key(), relation, shaping)
 

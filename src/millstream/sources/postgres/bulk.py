@@ -21,9 +21,8 @@ and capture are busy at the same time, without threads.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from millstream.errors import SourceUnavailable
 from millstream.failpoint import failpoint
@@ -33,6 +32,7 @@ from millstream.sources.postgres.call import Call, Run, call
 from millstream.sources.postgres.connection import literal
 from millstream.sources.postgres.lsn import format_lsn
 from millstream.sources.postgres.session import Refused, Session, Turns
+from millstream.sources.postgres.waiting import turns
 
 FIRST_BYTES = 16 << 20
 """The log of the first call: nobody has anything to do before its rows come. Each later one takes twice as much,"""
@@ -56,8 +56,6 @@ WORK_MEM = "64MB"
 
 _MESSAGE_BYTES = 128
 """The size of a message before any was seen."""
-
-Answer = TypeVar("Answer")
 
 
 class BulkRefused(Exception):
@@ -216,14 +214,3 @@ def _place(rows: list[tuple[str | None, ...]]) -> Place:
     if len(rows) != 1:
         raise SourceUnavailable("the temporary copy of the slot is gone")
     return Place(*(int(value or 0) for value in rows[0]))
-
-
-def turns(waiting: Generator[None, None, Answer]) -> Generator[Block, None, Answer]:
-    """An empty block for every turn of a wait."""
-    while True:
-        try:
-            next(waiting)
-        except StopIteration as over:
-            answer: Answer = over.value
-            return answer
-        yield Block()

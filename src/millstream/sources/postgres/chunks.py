@@ -19,12 +19,13 @@ from millstream.sources.base import Chunk, SnapshotPlan, Wanted
 from millstream.sources.postgres import catalog
 from millstream.sources.postgres.connection import Connection, connect, connect_session, literal, translated
 from millstream.sources.postgres.copied import select_list
-from millstream.sources.postgres.copying import awaited, copied
+from millstream.sources.postgres.copying import copied
 from millstream.sources.postgres.options import PostgresOptions
 from millstream.sources.postgres.pace import Pace
 from millstream.sources.postgres.patterns import Pattern, parse_patterns
 from millstream.sources.postgres.ranges import Leaf, chunks_by_key, cut_by_key, range_conditions, whole
 from millstream.sources.postgres.session import Refused, Session
+from millstream.sources.postgres.waiting import awaited
 from millstream.sources.postgres.within import source_condition
 
 CHUNK_BYTES = 64 << 20

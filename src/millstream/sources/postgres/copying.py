@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 
 import pyarrow as pa
 from psycopg import pq
@@ -13,10 +12,9 @@ from millstream.sources.postgres.copied import rows_of_copy
 from millstream.sources.postgres.copy_socket import MORE_BYTES, MORE_SECONDS, RUN_BYTES, CopySocket, is_open_to_read
 from millstream.sources.postgres.intake import Intake
 from millstream.sources.postgres.session import Session
+from millstream.sources.postgres.waiting import awaited
 
 _READER = "the session that reads a chunk"
-
-Answer = TypeVar("Answer")
 
 
 def copied(session: Session, statement: str) -> Iterator[pa.LargeBinaryArray]:
@@ -53,13 +51,3 @@ def _through_libpq(session: Session, statement: str) -> Iterator[pa.LargeBinaryA
             yield rows
     while awaited(session.result()) is not None:
         pass
-
-
-def awaited(waiting: Generator[None, None, Answer]) -> Answer:
-    """Wait to the end: a task has nothing else to do."""
-    while True:
-        try:
-            next(waiting)
-        except StopIteration as over:
-            answer: Answer = over.value
-            return answer

@@ -21,9 +21,10 @@ from millstream.model import Relation
 from millstream.sources.base import Chunk
 from millstream.sources.postgres.chunks import holds_still, statement_of, whole_table
 from millstream.sources.postgres.connection import Connection, translated
-from millstream.sources.postgres.copying import awaited, copied
+from millstream.sources.postgres.copying import copied
 from millstream.sources.postgres.patterns import quote
 from millstream.sources.postgres.session import TURN_SECONDS, Refused, Session
+from millstream.sources.postgres.waiting import awaited
 
 TABLE_BYTES = 1 << 20
 """A table with its long values that is larger than this is not read early,"""

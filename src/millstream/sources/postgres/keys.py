@@ -13,10 +13,11 @@ from millstream.model import Relation, SourceSpec
 from millstream.sources.base import KeyRows
 from millstream.sources.postgres.connection import connect_session, literal
 from millstream.sources.postgres.copied import select_list
-from millstream.sources.postgres.copying import awaited, copied
+from millstream.sources.postgres.copying import copied
 from millstream.sources.postgres.options import PostgresOptions
 from millstream.sources.postgres.patterns import quote
 from millstream.sources.postgres.session import Refused, Session
+from millstream.sources.postgres.waiting import awaited
 
 SEEN_SECONDS = 10.0
 """So long it is waited for a transaction that is in the log, and not seen yet."""

@@ -32,12 +32,13 @@ from millstream.model import Json
 from millstream.observe import Event, Level
 from millstream.sources.base import Block
 from millstream.sources.postgres.assemble import Assembler
-from millstream.sources.postgres.bulk import BulkReader, BulkRefused, turns
+from millstream.sources.postgres.bulk import BulkReader, BulkRefused
 from millstream.sources.postgres.capture import Replication, SlotBusy
 from millstream.sources.postgres.options import PostgresOptions
 from millstream.sources.postgres.pgoutput import ProtocolError
 from millstream.sources.postgres.session import Session
 from millstream.sources.postgres.slot_mover import SlotMover
+from millstream.sources.postgres.waiting import turns
 
 LOOK_SECONDS: Final = 1.0
 """How often a stream looks how far behind it is."""
