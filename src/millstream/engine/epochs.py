@@ -104,7 +104,8 @@ def _truth(now: Situation, epoch: EpochRecord | None) -> _Truth:
     raise JournalMismatch(
         f"the target was filled from journal {own.journal_id} up to seq {own.seq}, "
         f"but this is journal {now.header.journal_id}",
-        hint="put the right journal back, or re-base the stream",
+        hint="give the target an empty place; or put the journal back that it had, or re-base the stream "
+        "(millstream journal rebase)",
     )
 
 
