@@ -11,7 +11,7 @@ from typing import Any
 
 from millstream.engine.fit import open_target
 from millstream.engine.unknown import is_for, refuse_unknown_tables
-from millstream.errors import ConfigError, NotReady, NotSupported, SecretError, SourceError
+from millstream.errors import ConfigError, NotReady, NotSupported, SecretError, SourceError, UnknownName
 from millstream.failpoint import failpoint
 from millstream.model import Json, Mode, StreamSpec
 from millstream.sources import can_copy, captured_tables, key_range
@@ -201,7 +201,7 @@ class Reload:
             self._check_range(self._asked.where)
 
     def _check_there(self) -> None:
-        """Raise ConfigError for a table that a pattern means and the source does not have. One that is away is asked
+        """Raise UnknownName for a table that a pattern means and the source does not have. One that is away is asked
         later."""
         if not self._asked.names:
             return
@@ -210,7 +210,7 @@ class Reload:
             for name in self._asked.names:
                 if name not in there:
                     near = get_close_matches(name, there, 1)
-                    raise ConfigError(
+                    raise UnknownName(
                         f"stream {self._stream.name} has no table {name}: its source has none of this name, or "
                         "captures it under another one",
                         hint=f"did you mean {near[0]}?" if near else "write schema.table, as the source has it",
