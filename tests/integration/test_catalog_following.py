@@ -89,8 +89,9 @@ def test_it_waits_for_approval_where_the_stream_says_so(engine: Engine, database
         database.sql("ALTER TABLE parts DETACH PARTITION parts_b")
         await_that(lambda: [one.state for one in engine.ddl_events("shop")] == ["pending"])
         (pending,) = engine.ddl_events("shop")
-        database.sql("INSERT INTO parts VALUES (1, 'after'); INSERT INTO orders VALUES (1000, 'after')")
+        # Before any change comes.
         await_that(lambda: engine.get_status("shop").targets[0].state is StreamState.GATED)
+        database.sql("INSERT INTO parts VALUES (1, 'after'); INSERT INTO orders VALUES (1000, 'after')")
         assert shop.held("copy", "parts") == before
         assert "partition_detached" in str(engine.get_status("shop").targets[0].error)
         assert engine.decide_ddl("shop", pending.id, approved=True).state in ("approved", "applied")

@@ -118,12 +118,34 @@ def test_the_command_lists_shows_and_decides(engine: Engine, script: Script, tmp
     shown = millstream(engine, "show", "shop", "4").stdout
     assert "target log: waiting" in shown
     assert "delivered before it: up to seq 2" in shown
+    assert "it passes with: millstream ddl approve shop 4" in shown
+    assert max(map(len, shown.splitlines())) <= 80
     assert "rejected" in millstream(engine, "reject", "shop", "4").stdout
     assert millstream(engine, "approve", "shop", "4").exit_code == 0
     await_that(lambda: delivered(tmp_path) == AFTER)
     wrong = millstream(engine, "approve", "shop", "77")
     assert wrong.exit_code == 2
     assert "no schema change 77" in wrong.stderr
+
+
+def test_a_run_that_ends_at_a_rejected_change_names_it_and_what_lets_it_pass(
+    engine: Engine, script: Script, tmp_path: Path
+) -> None:
+    gated(engine, script, tmp_path)
+    fill(script)
+    await_that(lambda: is_gated(engine))
+    millstream(engine, "reject", "shop", "4")
+    await_that(lambda: engine.get_status("shop").state is StreamState.FAILED)
+    engine.stop()
+    home = ["--home", str(engine.home.path)]
+    ended = CliRunner().invoke(app, ["run", "--quiet", *home])
+    assert ended.exit_code == 1
+    said = " ".join(ended.stderr.split())
+    assert "public.orders (add_column size: text) was rejected: `millstream ddl approve shop 4`" in said
+    assert "run it again" in said
+    assert millstream(engine, "approve", "shop", "4").exit_code == 0
+    assert CliRunner().invoke(app, ["run", "--quiet", "--once", *home]).exit_code == 0
+    assert delivered(tmp_path) == delivered(tmp_path, target="copy") == AFTER
 
 
 def test_the_strictest_policy_counts() -> None:

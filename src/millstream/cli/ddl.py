@@ -44,24 +44,28 @@ def list_events(
 @ddl.command()
 def show(name: Stream, id: Id, home: Home = None, json: Json = False) -> None:
     """Show one schema change. What is different, what was decided, which targets have it."""
-    found = engine_of(home).ddl_event(name, id).to_json()
+    event = engine_of(home).ddl_event(name, id)
+    found = event.to_json()
     if json:
         print_json(found)
         return
     out = console()
-    for key in ("stream", "id", "table", "version", "state", "policy", "decided_at", "fingerprint"):
-        out.print(f"{key.replace('_', ' ')}: {'-' if found[key] is None else found[key]}")
-    place = found["checkpoint"]
+    for key in ("stream", "id", "table", "version", "state", "policy", "fingerprint"):
+        out.print(f"{key}: {'-' if found[key] is None else found[key]}")
+    out.print(f"decided at: {f'{event.decided.at:{_TIME}} UTC' if event.decided else '-'}")
+    place, at = found["checkpoint"], f"{event.version.checkpoint.wall:{_TIME}} UTC"
     if found["since"] is None:
-        out.print(f"delivered before it: up to seq {place['seq']}; its position {place['position']}, {place['at']}")
+        out.print(f"delivered before it: up to seq {place['seq']}")
+        out.print(f"committed at {place['position']}, {at}")
     else:
-        out.print(f"found in the catalog {place['at']}, at seq {place['seq']}")
+        out.print(f"found in the catalog {at}, at seq {place['seq']}")
         out.print(f"committed between {found['since']} and {place['position']}")
-    for change in found["changes"]:
-        column, was, now = (change[part] for part in ("column", "before", "after"))
-        out.print(f"  {change['kind']} {column or ''}: {was or '-'} -> {now or '-'}")
+    for change in event.version.changes:
+        out.print(f"  {change.in_words()}")
     for target, receipt in found["receipts"].items():
         out.print(f"  target {target}: {receipt}")
+    if event.state in ("pending", "rejected"):
+        out.print(f"it passes with: millstream ddl approve {name} {id}")
 
 
 @ddl.command()
@@ -81,6 +85,8 @@ def _decide(home: str | None, name: str, id: str, *, approved: bool, json: bool)
     print_json(found.to_json()) if json else console().print(f"{id}: {found.state}")
 
 
+_TIME = "%Y-%m-%d %H:%M:%S"
+
 _LISTED = (
     Column("id", right=True),
     Column("table"),
@@ -97,7 +103,7 @@ def _print(found: list[DdlEvent]) -> None:
     rows = []
     for one in found:
         targets = ", ".join(f"{target} {receipt}" for target, receipt in one.receipts.items())
-        at, words = f"{one.version.checkpoint.wall:%Y-%m-%d %H:%M:%S}", [c.in_words() for c in one.version.changes]
+        at, words = f"{one.version.checkpoint.wall:{_TIME}}", [c.in_words() for c in one.version.changes]
         version = str(one.version.version or "-")
         where = (str(one.id), one.version.table, version, one.state, one.policy.value, at)
         rows.append([*where, targets, "; ".join(words)])

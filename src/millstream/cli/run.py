@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -56,8 +56,35 @@ def run(
     if code and not json_logs:
         err = console(stderr=True)
         err.print("error: it ends because a stream has failed", style="red")
-        err.print("hint: see `millstream status`; when the cause is gone, run it again")
+        held = _held_changes(directory, once=once)
+        for line in held:
+            err.print(line)
+        err.print(f"hint: {_AFTER_DECISION if held else _AFTER_FAILURE}")
     raise typer.Exit(code)
+
+
+_AFTER_FAILURE = "see `millstream status`; when the cause is gone, run it again"
+_AFTER_DECISION = "approve what may be delivered, and run it again; everything before it is delivered"
+
+
+def _held_changes(home: HomeDirectory, *, once: bool) -> list[str]:
+    """The schema changes at which streams of the home ended, and what lets them pass. `once`: nobody has waited."""
+    from millstream.engine.engine import Engine
+    from millstream.engine.status import home_status
+    from millstream.errors import MillstreamError
+    from millstream.registry.kinds import Policy
+
+    engine, found = Engine(home), []
+    for stream in home_status(home).streams:
+        with suppress(MillstreamError):
+            for one in engine.ddl_events(stream.name):
+                what = "; ".join(change.in_words() for change in one.version.changes)
+                if one.state == "rejected" or (one.state == "pending" and (once or one.policy is Policy.HALT)):
+                    waits = "waits for approval" if one.policy is Policy.GATE else "is not to be applied"
+                    said = "was rejected" if one.state == "rejected" else waits
+                    decide = f"`millstream ddl approve {stream.name} {one.id}`"
+                    found.append(f"{stream.name}: {one.version.table} ({what}) {said}: {decide}")
+    return found
 
 
 def _refuse_nothing(home: HomeDirectory) -> None:

@@ -137,6 +137,18 @@ class Batches:
                 self._in_batch = False
                 self._idle.notify_all()
 
+    def stands_at_gate(self) -> bool:
+        """Whether a gate has closed where the target stands: then the query shall end, as if a batch had met it."""
+        with self._turns.taken(self._stopping) as mine:
+            if not mine:
+                return False
+            opened = self.current
+            seq = self._opening.delivered_seq(opened)
+            closed = self._gate.after(seq, opened.plan.after_position)
+            if closed is not None and closed.seq <= seq:
+                self.gated = True
+            return self.gated
+
     def _deliver_in_turn(self, span: SeqRange) -> None:
         """Deliver when no step of a copy is at work on the target, up to a gate if there is one."""
         with self._turns.taken(self._stopping) as mine:

@@ -22,7 +22,7 @@ from millstream.engine.baseline import Baseline
 from millstream.engine.batches import Batches, CursorCallback
 from millstream.engine.chunk_jobs import BaselineStopped
 from millstream.engine.delivery_errors import check_spark, ended_by, is_transient, unexpected
-from millstream.engine.gate import GATE_SECONDS, Gate
+from millstream.engine.gate import GATE_SECONDS, Gate, closing
 from millstream.engine.letters import LetterBox
 from millstream.engine.opening import Opened, Opening
 from millstream.engine.reload import can_reload
@@ -222,7 +222,7 @@ class DeliveryQuery:
             if not is_transient(failed):
                 raise
             return self._pause(backoff, failed)
-        failure = query.wait()
+        failure = self._ended(query)
         self._reloading.stop()
         if self.stopping.is_set():
             return False
@@ -243,6 +243,13 @@ class DeliveryQuery:
             # Twice in a row it did not even come to planning. A new epoch at the cursor is exact whatever it was.
             self._distrust = "Spark's checkpoint cannot be read"
         return self._pause(backoff, failure)
+
+    def _ended(self, query: SliceQuery) -> Exception | None:
+        """Wait for the end of a query, which a gate that closes by itself is, too."""
+        if self._once:
+            return query.wait()
+        with closing(self._gate, self._batches.stands_at_gate, query.stop):
+            return query.wait()
 
     def _open(self) -> SliceQuery:
         """Bring the target to where changes go on, and start the query that brings them."""

@@ -6,8 +6,9 @@ changes: delivery waits at the last one that was there when it was found, or whe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from millstream.engine.fit import open_target
@@ -17,7 +18,7 @@ from millstream.errors import MillstreamError, SchemaGated
 from millstream.journal import JournalReader
 from millstream.model import Relation, SeqRange, StreamSpec, TargetSpec
 from millstream.registry.ddl import APPLIED, LEFT, DdlEvent, policy_at, policy_of
-from millstream.registry.kinds import Decision, Policy
+from millstream.registry.kinds import NOTICED, Decision, Policy
 from millstream.registry.noticed import Noticed, noticed
 from millstream.registry.structure import differences
 from millstream.registry.versions import Registry, Version
@@ -28,6 +29,9 @@ from millstream.state.base import StateStore
 _CLOSED = (Policy.GATE.value, Policy.HALT.value)
 GATE_SECONDS = 0.5
 """How often a delivery that waits for a decision looks whether it was made: who decides may be another process."""
+
+LOOK_SECONDS = 1.0
+"""How often it is looked whether a gate has closed while no change came."""
 
 CLOSES = (Policy.GATE, Policy.HALT)
 
@@ -87,6 +91,12 @@ class Gate:
         self._not_applied: list[tuple[Version, Policy]] = []
         self._noticed: list[tuple[Noticed, Policy]] = []
 
+    @property
+    def closes_unseen(self) -> bool:
+        """Whether it can close though no change comes: by what only the catalog tells."""
+        chosen = dict(self._stream.ddl)
+        return not self._reloads or any(chosen.get(kind.value) in _CLOSED for kind in NOTICED)
+
     def cut(self, span: SeqRange, after_position: int | None = None) -> Closed | None:
         """The first closed gate that a batch would pass; it may be delivered up to `seq` of it."""
         found = self.after(span.start, after_position)
@@ -140,6 +150,32 @@ class Gate:
             for one in own_noticed(self._journal, self._tables)
             if (policy := policy_at(one, chosen, reloads=self._reloads)) in CLOSES
         ]
+
+
+@contextmanager
+def closing(gate: Gate, stands: Callable[[], bool], end: Callable[[], None]) -> Iterator[None]:
+    """Beside a query: `end` it when the gate closes where the target stands, also if no change comes.
+
+    `stands` says whether it does; what keeps it from saying so the next batch will meet, too.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(LOOK_SECONDS):
+            with suppress(MillstreamError):
+                if stands():
+                    end()
+                    return
+
+    watcher = threading.Thread(target=watch, name="gate", daemon=True)
+    if gate.closes_unseen:
+        watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if gate.closes_unseen:
+            watcher.join()
 
 
 def withheld(
