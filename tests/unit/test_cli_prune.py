@@ -147,6 +147,7 @@ def test_forced_it_names_the_targets_that_cannot_go_on(home: Home, journal: Jour
     result = millstream(home, "--max-bytes", "1", "--force")
     assert result.exit_code == 0, result.output
     assert "shop/log is at seq 60: it cannot go on" in result.stdout
+    assert "millstream reload shop --target log" in result.stdout
     assert first_seq(journal) > 80
 
 

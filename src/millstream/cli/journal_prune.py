@@ -23,7 +23,9 @@ def prune(
             "--max-bytes", metavar="SIZE", help="The oldest changes go until no more than this is left: 50GiB."
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Also what a target still needs; it then halts.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also what a target still needs, which then needs a reload.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     home: Home = None,
     json: Json = False,
@@ -60,6 +62,7 @@ def prune(
         out.print(f"  {counted(held['rows'], 'change')} over the limit, but still needed by {who}", style="yellow")
     for one in result["halted"]:
         out.print(f"  {one['stream']}/{one['target']} is at seq {one['seq']:,}: it cannot go on", style="red")
+        out.print(f"  copy its tables anew: millstream reload {one['stream']} --target {one['target']}")
 
 
 def _given(option: str, text: str | None, parse: Callable[[object], int]) -> int | None:

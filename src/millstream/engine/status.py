@@ -31,7 +31,10 @@ from millstream.state.base import Fault, LetterState, Runtime, StateStore
 SILENCE = 60.0
 """A running process writes its state every `checkpoint_interval`. Seconds after which it counts as stuck."""
 
-RELOAD = "give the stream a new target (another name, an empty place), or resume it once it was restored from a copy"
+RELOAD = (
+    "have all of its tables copied anew (millstream reload NAME --target TARGET), give the stream a new target "
+    "(another name, an empty place), or resume it once it was restored from a copy"
+)
 """What to do about a target that lacks changes which are gone."""
 
 UNCAPTURED = "not captured"
