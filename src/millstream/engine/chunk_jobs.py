@@ -1,8 +1,8 @@
 """Spark jobs that read chunks of a source's tables, within what the source allows.
 
 A source may limit how many sessions read it at once (`max_connections`) and how much they read a second (`max_rate`).
-Both hold for all tasks, streams and targets of this process together: under a limit one job at a time reads a source,
-of no more tasks than may have a session, and each task has its share of the rate.
+Both hold for all tasks, streams and targets of this process together, copies and comparisons alike: under a limit one
+job at a time reads a source, of no more tasks than may have a session, and each task has its share of the rate.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ def run_chunks(spark: SparkSession, plan: BaselinePlan, stopping: threading.Even
     """
     limits = copy_limits(plan.source)
     if not parallel:
-        return _run(spark, _paced(plan, limits.rate, 1), stopping, parallel=False)
+        return _run(spark, paced(plan, limits.rate, 1), stopping, parallel=False)
     results = []
     for part in waves(plan, limits.connections):
         width = min(spark.sparkContext.defaultParallelism, sum(chunk.rows is None for chunk in part.snapshot.chunks))
         with source_turn(plan.source, stopping):
-            results.append(_run(spark, _paced(part, limits.rate, width), stopping, parallel=True))
+            results.append(_run(spark, paced(part, limits.rate, width), stopping, parallel=True))
     receipts = tuple(receipt for result in results for receipt in result.receipts)
     return BatchResult(receipts, sum(result.skipped for result in results))
 
 
-def _paced(plan: BaselinePlan, rate: int | None, width: int) -> BaselinePlan:
+def paced(plan: BaselinePlan, rate: int | None, width: int) -> BaselinePlan:
     """The plan for so many tasks at once, with their share of the rate."""
     if rate is None:
         return plan

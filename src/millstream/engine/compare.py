@@ -68,6 +68,8 @@ class Comparison:
     """Number of the table, part of the target."""
     by_spark: tuple[tuple[int, Binding], ...] = ()
     """The tables whose filters or transforms are in SQL or Python, with these: Spark does them."""
+    sessions: int | None = None
+    """So many tasks read the source at once, at most; None: as many as Spark runs."""
 
     def only(self, tables: Sequence[int]) -> Comparison:
         """The same of some tables alone."""
@@ -190,6 +192,9 @@ class Comparing:
         rows = frame(len(plain.chunks), TASKS, partial(_tell_all, plain, _SOURCE))
         for table, packed in self._packed(plan):
             rows = rows.union(packed.mapInArrow(partial(_tell_packed, plan, table), _ROWS_DDL))
+        if plan.sessions is not None:
+            # Whoever has several of these partitions reads one after another.
+            rows = rows.coalesce(plan.sessions)
         return rows.union(frame(len(plan.parts), tasks, partial(_tell_all, plan, _TARGET)))
 
     def _packed(self, plan: Comparison) -> Iterator[tuple[int, DataFrame]]:

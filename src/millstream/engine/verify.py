@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +21,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from millstream.config.kinds import is_mirror
+from millstream.engine.chunk_jobs import BaselineStopped, paced, source_turn
 from millstream.engine.compare import Comparing, Comparison, Counted, Differing
 from millstream.engine.delivery import DeliveryQuery
 from millstream.engine.fit import open_target
@@ -32,7 +33,7 @@ from millstream.journal import JournalReader
 from millstream.journal.places import position_text
 from millstream.model import Relation, StreamSpec, TargetSpec
 from millstream.observe import Event, Level, Observer, counted
-from millstream.sources import take_snapshot
+from millstream.sources import copy_limits, take_snapshot
 from millstream.sources.base import SnapshotPlan
 from millstream.spark.baseline import BaselinePlan
 from millstream.spark.shaped import binding_of
@@ -117,9 +118,9 @@ class TargetVerification:
                 self._deliver(seq)
                 self._open(opening, target, seq, write=asked.repair)
                 plan = self._plan(opening, target.reader(), snapshot.plan, seq, asked.tables)
-                tables = self._compare(
-                    plan, snapshot.plan, target.repairer() if asked.repair and isinstance(target, Repairable) else None
-                )
+                repairer = target.repairer() if asked.repair and isinstance(target, Repairable) else None
+                with self._turn():
+                    tables = self._compare(plan, snapshot.plan, repairer)
         finally:
             target.close()
         kind = self._journal.header().source_kind
@@ -234,7 +235,21 @@ class TargetVerification:
             for number, relation in enumerate(relations)
         )
         parts = [(number, part) for number, relation in enumerate(delivered) for part in reader.parts(relation)]
-        return Comparison(rows, reader, delivered, tuple(chunks), tuple(parts), tuple(by_spark.items()))
+        limits = copy_limits(self._stream.source)
+        at_once = [self._spark.sparkContext.defaultParallelism, len(chunks), limits.connections or len(chunks)]
+        rows = paced(rows, limits.rate, min(at_once))
+        by_number = tuple(by_spark.items())
+        return Comparison(rows, reader, delivered, tuple(chunks), tuple(parts), by_number, limits.connections)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Have the source for oneself, where it is limited: nobody else may read tables of it meanwhile."""
+        self._say("waiting for its turn to read the source")
+        try:
+            with source_turn(self._stream.source, self._stopping):
+                yield
+        except BaselineStopped:
+            raise VerifyStopped from None
 
     def _compare(self, plan: Comparison, found: SnapshotPlan, repairer: Repairer | None) -> tuple[TableVerdict, ...]:
         comparing = Comparing(self._spark, plan)

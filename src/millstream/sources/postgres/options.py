@@ -152,8 +152,8 @@ class PostgresOptions(_Keys):
     )
     max_connections: Annotated[int, Field(ge=1)] | None = Field(
         None,
-        description="How many sessions read tables at once, at most, while tables are copied. Default: as many as "
-        "Spark runs tasks.",
+        description="How many sessions read tables at once, at most, while tables are copied or compared. Default: as "
+        "many as Spark runs tasks.",
     )
     max_rate: Annotated[int, BeforeValidator(parse_size), Field(ge=64 << 10)] | None = Field(
         None, description="How many bytes a second are read, at most, by all of these sessions together: `20MiB`."
