@@ -17,6 +17,8 @@ from deltalake import DeltaTable
 from millstream.engine import delivery, redelivery
 from millstream.engine.home import Home
 from millstream.engine.redelivery import Outcome, Redelivery
+from millstream.engine.reload import RELOAD, AskedTables, waiting
+from millstream.engine.reloading import Reloading
 from millstream.engine.repair import Repair
 from millstream.model import BatchLimits, DeadLetters, Mode, OnOverflow, OnReject, SourceSpec, StreamSpec, TargetSpec
 from millstream.state.base import Letter
@@ -245,6 +247,32 @@ def test_a_blocked_target_goes_on_when_letters_are_purged(shop: Shop, monkeypatc
     assert "there may be 1" in told.message
     assert shop.rows() == [(3, "good", "d")]
     assert [letter[0] for letter in shop.letters()] == [2]
+
+
+def test_a_target_whose_rows_are_still_to_come_waits_for_them_and_does_not_fail(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy itself is not of interest here: it is done for by hand."""
+    shop.journal.append(ORDERS, [update([str(n), "changed", ...]) for n in range(3)])
+    assert "there may be 2" in str(shop.deliver(DeadLetters(max=2)))
+    shop.store.save_note("shop", "log", RELOAD, {**waiting(AskedTables()), "baseline": True})
+    monkeypatch.setattr(Reloading, "due", lambda _: None)
+
+    def copy(self: Any) -> float:
+        assert shop.letters() == []
+        with closing(sqlite3.connect(shop.file)) as db:
+            db.executemany('INSERT INTO "public.orders" VALUES (?, ?, ?, 0)', [(n, "first", f"d{n}") for n in range(3)])
+            db.commit()
+        self.attempts += 1
+        return 0.001
+
+    monkeypatch.setattr(delivery.Backoff, "next", copy)
+    monkeypatch.setattr(delivery.Backoff, "attempts", 0, raising=False)
+    assert shop.deliver(DeadLetters(max=2)) is None
+    (told,) = shop.watching.of("delivery.retry")
+    assert "there may be 2" in told.message
+    assert shop.rows() == [(n, "changed", f"d{n}") for n in range(3)]
+    assert shop.letters() == []
 
 
 def test_the_oldest_letters_are_dropped_where_that_was_asked_for(shop: Shop) -> None:

@@ -19,6 +19,7 @@ from millstream.config.kinds import keeps_history
 from millstream.engine.batch import BatchResult
 from millstream.engine.doubts import doubts, remember_doubts
 from millstream.engine.passing import Passing
+from millstream.engine.reload import RELOAD, UNFINISHED
 from millstream.engine.repair import LACKS, repair
 from millstream.engine.witness import Witness
 from millstream.errors import RowRefused, RowUnshaped, TargetError, TargetRefused, TargetUnavailable
@@ -230,12 +231,24 @@ class LetterBox:
             message = f"{len(gone)} dead letters were dropped: there may be {policy.max}"
             self._tell("letters.dropped", message, Level.WARNING, {"letters": len(gone), "max": policy.max})
 
+    def _comes_with_a_copy(self, letters: Sequence[Letter]) -> bool:
+        """Whether all that is wrong with these is that the target's tables are not whole yet.
+
+        A table that is filled beside its changes lacks the rows of the ranges that are to come: nobody shall have to
+        resume a target for what ends by itself.
+        """
+        note = self._store.notes(self._stream.name, RELOAD).get(self._spec.name)
+        return note is not None and note["state"] in UNFINISHED and all(one.kind == MISSING_BASE for one in letters)
+
     def _overflow(self, there: int, new: Sequence[Letter]) -> TargetError:
         name, policy = f"{self._stream.name}", self._spec.dead_letters
         message = (
             f"{there} dead letters are there and {len(new)} more changes cannot be taken; there may be {policy.max}. "
             f"The first: {new[0].reason}"
         )
+        if self._comes_with_a_copy(new):
+            hint = "the rows that they need come with the tables that are being copied: delivery then goes on by itself"
+            return TargetUnavailable(message, hint=hint)
         hint = f"see `millstream dlq list {name}`; retry or purge them"
         if policy.on_overflow is OnOverflow.BLOCK:
             return TargetUnavailable(message, hint=f"{hint}: delivery then goes on by itself")
