@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from millstream.engine import delivery, opening
+from millstream.engine import batches, opening
+from millstream.engine.delivery import DeliveryQuery
 from millstream.model import StreamState
 from millstream.state import sqlite
 from millstream.state.sqlite import SqliteStateStore
@@ -45,7 +46,7 @@ def bench(spark: SparkSession, tmp_path: Path) -> Iterator[Bench]:
 class Stopper:
     """Stands where failpoints stand; at one of them it asks the query to stop and goes on when that is asked."""
 
-    def __init__(self, step: str, query: delivery.DeliveryQuery, *, drain: bool) -> None:
+    def __init__(self, step: str, query: DeliveryQuery, *, drain: bool) -> None:
         self._step = step
         self._query = query
         self._drain = drain
@@ -66,7 +67,7 @@ def test_a_stop_at_every_step_loses_and_doubles_nothing(
         bench.journal.transaction([("public.orders", i, f"{number}-{i}") for i in range(20)])
         query = bench.query()
         stopper = Stopper(step, query, drain=drain)
-        for module in (delivery, opening, files, sqlite):
+        for module in (batches, opening, files, sqlite):
             monkeypatch.setattr(module, "failpoint", stopper)
         query.start()
         assert query.wait(120), f"the query did not end after a stop at {step}"

@@ -178,7 +178,7 @@ def test_a_range_equals_the_source_and_the_rest_stays_as_it_was(
 def await_reloaded(engine: Engine) -> None:
     def ended() -> bool:
         found = engine.get_status("shop").targets[0].reload
-        assert found is None or found["state"] != "failed", found
+        assert found is None or found["state"] != "failed", [one["error"] for one in found["tables"].values()]
         return found is not None and found["state"] == "done"
 
     await_that(ended)

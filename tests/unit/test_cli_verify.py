@@ -54,7 +54,8 @@ def test_a_table_says_what_was_compared_and_which_keys_differ() -> None:
     ]
 
 
-def test_a_narrow_terminal_gets_fewer_counts_and_no_name_that_is_cut() -> None:
+def test_a_narrow_terminal_gets_fewer_counts_and_no_name_that_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")  # a dumb one has 80 columns, whatever it is told
     out = StringIO()
     show(
         Console(file=out, width=62, force_terminal=True, color_system=None, soft_wrap=True), VerifyReport("s", (WRONG,))

@@ -61,6 +61,23 @@ def test_each_key_finds_its_row(tmp_path: Path, name: str, monkeypatch: pytest.M
     assert rows_under(table, asked, ("k",), ["n"], pc.field("old"))["n"].to_pylist() == [10]
 
 
+@pytest.mark.parametrize("name", KEYS)
+def test_files_in_which_a_part_of_the_key_is_always_the_same(tmp_path: Path, name: str) -> None:
+    kind, values = KEYS[name]
+    for file in range(3):
+        columns = {
+            "k": pa.array([values[file]] * 10, kind),
+            "n": pa.array(range(10), pa.int64()),
+            "_ms_special": pa.nulls(10, SPECIAL),
+        }
+        write_deltalake(str(tmp_path / "t"), pa.table(columns), mode="append")
+    table = Handle.existing(tmp_path / "t")
+    assert table is not None
+    asked = pa.table({"k": pa.array([values[1], values[2], values[2]], kind), "n": pa.array([4, 0, 77], pa.int64())})
+    found = rows_under(table, asked, ("k", "n"), []).sort_by("_ms_place")
+    assert (found["n"].to_pylist(), found["_ms_place"].to_pylist()) == ([4, 0], [0, 1])
+
+
 def test_two_columns_and_keys_that_are_not_there(tmp_path: Path) -> None:
     table = made(tmp_path / "t", pa.int64(), list(range(30)))
     asked = pa.table({"k": pa.array([3, 25, 99], pa.int32()), "n": pa.array([3, 3, 99], pa.int64())})

@@ -223,7 +223,7 @@ def test_the_command_reaches_a_run_from_another_process(
     engine.upsert_stream(stream(script, tmp_path, "bank", tables=("public.items",)))
     engine.await_ready("bank", 120)
     wrong = CliRunner().invoke(app, ["delete", "shoop", *home])
-    assert (wrong.exit_code, wrong.stdout) == (1, "")
+    assert (wrong.exit_code, wrong.stdout) == (2, "")
     assert "did you mean shop?" in wrong.stderr
     locked = CliRunner().invoke(app, ["run", *home])
     assert locked.exit_code == 1

@@ -200,7 +200,9 @@ def test_what_tells_of_an_altered_table_is_no_row_and_is_heard_with_the_commit_b
         return len(relation.columns)
 
     r = Rig(
-        StreamedAssembler(0, register, Spool(tmp_path), hear=lambda raw, at: happened.append(f"{raw[-1:]!r} at {at}"))
+        StreamedAssembler(
+            0, register, Spool(tmp_path), hear=lambda raw, at, _: happened.append(f"{raw[-1:]!r} at {at}")
+        )
     )
     before, after, change = pg.relation(10), pg.relation(10, columns=("id", "more")), pg.change("I", 10)
     told = [pg.message(7, "millstream.ddl.shop", bytes([letter]), transactional=True) for letter in b"ab"]

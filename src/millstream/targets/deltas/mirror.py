@@ -204,12 +204,13 @@ def rows_under(
 def _near(asked: pa.Table, key: tuple[str, ...], there: pa.Schema) -> ds.Expression | None:
     """What holds for all rows under these keys and, where files are of ranges of the key, for few others.
 
-    Of types alone whose bounds Delta keeps for each file in their own order, and not as floating numbers.
+    Of types alone whose bounds Delta keeps for each file in their own order, and not as floating numbers. Texts are not
+    among them: a file that has one alone tells it in a form that the condition cannot be compared with.
     """
     ends = []
     for name in key if asked.num_rows else ():
         kind, ours = there.field(name).type, asked.schema.field(name).type
-        in_order = types.is_string(kind) or types.is_date(kind) or types.is_timestamp(kind)
+        in_order = types.is_date(kind) or types.is_timestamp(kind)
         if (types.is_integer(kind) and types.is_integer(ours)) or (in_order and kind == ours):
             found = pc.min_max(asked[name].cast(kind))
             ends.append((pc.field(name) >= found["min"]) & (pc.field(name) <= found["max"]))
