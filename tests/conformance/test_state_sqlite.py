@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 from millstream.errors import StateError
 from millstream.model import Cursor
+from millstream.state import sqlite
 from millstream.state.sqlite import SqliteStateStore
 from tests.fixtures.cursors import AT, cursor
 
@@ -188,6 +190,24 @@ def test_a_store_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> N
     store = SqliteStateStore(path)
     assert (store.get_cursor("shop", "log"), store.totals(), store.pending()) == (cursor(4), [], [])
     store.close()
+
+
+def test_a_reader_waits_for_the_process_that_creates_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "state.db"
+    path.touch()  # the file is there before its tables are
+
+    class Creates(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            SqliteStateStore(path).close()
+            return True
+
+    with monkeypatch.context() as creating:
+        creating.setattr(sqlite.threading, "Event", Creates)
+        SqliteStateStore(path, read_only=True).close()
+    (tmp_path / "other.db").touch()
+    monkeypatch.setattr(sqlite, "CREATING_SECONDS", 0.05)
+    with pytest.raises(StateError, match="is being created"):
+        SqliteStateStore(tmp_path / "other.db", read_only=True)
 
 
 @pytest.mark.parametrize("read_only", [True, False])

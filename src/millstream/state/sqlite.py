@@ -11,6 +11,7 @@ import json
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -108,6 +109,8 @@ _CURSOR = "stream, target, journal_id, epoch, seq, position, commit_ts, updated_
 _REQUEST = "id, verb, arguments, submitted_at, answer"
 _EPOCH = "stream, target, epoch, journal_id, start_seq, after_position, reason, opened_at"
 _BUSY_SECONDS = 30.0
+CREATING_SECONDS = 5.0
+"""So long a reader waits for the process that creates the store: its file is there before its tables are."""
 
 
 class SqliteStateStore(SqliteLetters):
@@ -384,9 +387,16 @@ class SqliteStateStore(SqliteLetters):
         db.execute("commit")
 
     def _check_version(self, db: sqlite3.Connection) -> None:
-        version = db.execute("pragma user_version").fetchone()[0]
+        deadline, pause = time.monotonic() + CREATING_SECONDS, threading.Event()
+        while not (version := db.execute("pragma user_version").fetchone()[0]) and time.monotonic() < deadline:
+            pause.wait(0.02)
         if version != SCHEMA_VERSION:
             self.close()
+            if not version:
+                raise StateError(
+                    f"the state store {self.path} is being created",
+                    hint="try again; if no other process is at it, one was killed there: run a stream, it goes on",
+                )
             if version < SCHEMA_VERSION:
                 raise StateError(
                     f"the state store {self.path} was written by an older version of millstream",
