@@ -13,6 +13,7 @@ pytest_plugins = [
     "tests.fixtures.type_matrix",
     "tests.fixtures.engines",
     "tests.fixtures.s3",
+    "tests.fixtures.stream_files",
 ]
 
 # How long an example takes says something of the machine, not of what is tested. The examples are the same ones each

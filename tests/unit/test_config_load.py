@@ -5,59 +5,16 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 
-from millstream.config import Problem, StreamFileError, load_streams
+from millstream.config import StreamFileError, load_streams
 from millstream.config.definition import definition
 from millstream.config.kinds import TARGETS
 from millstream.errors import ConfigError
 from millstream.model import AckPolicy, BatchLimits, Mode, OnLimit, Retention, SourceSpec, StreamSpec, TargetSpec
-
-MINIMAL = """\
-name: shop
-source:
-  kind: postgres
-  uri: postgresql://app@localhost:5432/shop
-  tables: [public.orders, "public.item_*"]
-mode: cdc
-targets:
-  - {name: log, kind: files, path: ./log}
-"""
-
-Load = Callable[..., list[StreamSpec]]
-
-
-@pytest.fixture
-def load(tmp_path: Path) -> Load:
-    def load(text: str, **environment: str) -> list[StreamSpec]:
-        (tmp_path / "shop.yaml").write_text(dedent(text))
-        return load_streams([tmp_path / "shop.yaml"], environment=environment)
-
-    return load
-
-
-@pytest.fixture
-def problems(load: Load) -> Callable[..., list[str]]:
-    """What is wrong with a file: `line:column: key: message`."""
-
-    def problems(text: str, **environment: str) -> list[str]:
-        with pytest.raises(StreamFileError) as raised:
-            load(text, **environment)
-        return [str(problem).partition("shop.yaml:")[2] for problem in raised.value.problems]
-
-    return problems
-
-
-def changed(*changes: tuple[str, str]) -> str:
-    text = MINIMAL
-    for old, new in changes:
-        assert old in text
-        text = text.replace(old, new)
-    return text
+from tests.fixtures.stream_files import MINIMAL, Load, Problems, changed, stream_file
 
 
 def test_a_small_file_gets_every_default(load: Load, tmp_path: Path) -> None:
@@ -136,24 +93,14 @@ def test_every_key_arrives(load: Load, tmp_path: Path) -> None:
 
 
 def test_a_file_may_hold_several_streams_and_a_run_several_files(tmp_path: Path) -> None:
-    one = json.dumps({"streams": [_stream("a"), _stream("b")]})
+    one = json.dumps({"streams": [stream_file("a"), stream_file("b")]})
     (tmp_path / "one.yaml").write_text(one)
-    (tmp_path / "two.yaml").write_text(json.dumps(_stream("c")))
+    (tmp_path / "two.yaml").write_text(json.dumps(stream_file("c")))
     streams = load_streams([tmp_path / "one.yaml", str(tmp_path / "two.yaml")])
     assert [stream.name for stream in streams] == ["a", "b", "c"]
 
 
-def _stream(stream: str, **source: object) -> dict[str, object]:
-    uri = "postgresql://app@localhost/shop"
-    return {
-        "name": stream,
-        "source": {"kind": "postgres", "uri": uri, "tables": ["public.orders"], **source},
-        "mode": "cdc",
-        "targets": [{"name": "log", "kind": "files", "path": f"./{stream}"}],
-    }
-
-
-def test_all_problems_come_at_once_in_the_order_of_the_file(problems: Callable[..., list[str]]) -> None:
+def test_all_problems_come_at_once_in_the_order_of_the_file(problems: Problems) -> None:
     found = problems("""\
         nam: x
         name: Shop
@@ -234,14 +181,12 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(problems: Callable[.
         ),
     ],
 )
-def test_what_is_not_built_yet_is_refused_by_name(
-    problems: Callable[..., list[str]], old: str, new: str, expected: str
-) -> None:
+def test_what_is_not_built_yet_is_refused_by_name(problems: Problems, old: str, new: str, expected: str) -> None:
     assert problems(changed((old, new))) == [expected]
 
 
 def test_where_the_kind_is_misspelt_the_other_keys_are_looked_at_all_the_same(
-    problems: Callable[..., list[str]],
+    problems: Problems,
 ) -> None:
     assert problems(changed(("kind: postgres", "kind: postgress"), ("  tables:", "  auth_reff: env:A\n  tables:"))) == [
         "3:9: source.kind: `postgress` is not known; did you mean `postgres`? available: postgres",
@@ -323,13 +268,29 @@ def test_where_the_kind_is_misspelt_the_other_keys_are_looked_at_all_the_same(
         ("./log}", "./log, batch: fast}", "8:50: targets[0].batch: must be a mapping of keys to values"),
     ],
 )
-def test_each_mistake_has_its_place_and_its_remedy(
-    problems: Callable[..., list[str]], old: str, new: str, expected: str
-) -> None:
+def test_each_mistake_has_its_place_and_its_remedy(problems: Problems, old: str, new: str, expected: str) -> None:
     assert problems(changed((old, new))) == [expected]
 
 
-def test_a_misspelt_kind_is_found_without_knowing_the_kind(problems: Callable[..., list[str]]) -> None:
+def test_a_type_that_there_is_none_of_is_found_without_its_table(problems: Problems, load: Load) -> None:
+    def with_casts(*casts: str) -> str:
+        return changed(("mode: cdc", "\n".join(["mode: cdc", "transforms:", *(f"  - {one}" for one in casts)])))
+
+    types = (
+        "types: boolean, smallint, int, integer, bigint, long, float, double, string, binary, date, timestamp, "
+        "timestamp_ntz, decimal(p,s)"
+    )
+    assert problems(
+        with_casts("{cast: {id: string, total: strnig}, tables: [public.orders]}", "{cast: {total: 'decimal(40,2)'}}")
+    ) == [
+        "8:32: transforms[0].cast.total: `strnig` for total of public.orders is no type; "
+        f"did you mean `string`? {types}",
+        f"9:20: transforms[1].cast.total: `decimal(40,2)` for total of every table is no type; {types}",
+    ]
+    assert load(with_casts("{cast: {id: STRING, total: 'numeric(12, 2)'}}"))
+
+
+def test_a_misspelt_kind_is_found_without_knowing_the_kind(problems: Problems) -> None:
     assert problems(changed(("kind: files", "knd: files"), ("kind: postgres", "kimd: postgres"))) == [
         "3:3: source.kind: is missing; write `kind: ...`",
         "3:3: source.kimd: unknown key; did you mean `kind`?",
@@ -338,12 +299,12 @@ def test_a_misspelt_kind_is_found_without_knowing_the_kind(problems: Callable[..
     ]
 
 
-def test_several_missing_keys_of_one_mapping_are_all_named(problems: Callable[..., list[str]]) -> None:
+def test_several_missing_keys_of_one_mapping_are_all_named(problems: Problems) -> None:
     found = problems("name: shop\nsource: {kind: postgres}\nmode: cdc\ntargets: []\n")
     assert [problem.split(": ")[1] for problem in found] == ["source.uri", "source.tables", "targets"]
 
 
-def test_commit_required_needs_a_required_target(problems: Callable[..., list[str]]) -> None:
+def test_commit_required_needs_a_required_target(problems: Problems) -> None:
     text = changed(("./log}", "./log, required: false}"), ("mode: cdc", "mode: cdc\ncommit: required"))
     assert problems(text) == ["7:9: commit: no target is required; take `required: false` from one of them"]
 
@@ -354,8 +315,8 @@ def test_a_quorum_is_taken_when_it_can_be_reached(load: Load) -> None:
 
 
 def test_names_and_directories_belong_to_one(tmp_path: Path) -> None:
-    (tmp_path / "one.yaml").write_text(json.dumps(_stream("a")))
-    (tmp_path / "two.yaml").write_text(json.dumps(_stream("a")))
+    (tmp_path / "one.yaml").write_text(json.dumps(stream_file("a")))
+    (tmp_path / "two.yaml").write_text(json.dumps(stream_file("a")))
     with pytest.raises(StreamFileError) as raised:
         load_streams([tmp_path / "one.yaml", tmp_path / "two.yaml"])
     messages = [problem.message for problem in raised.value.problems]
@@ -363,16 +324,16 @@ def test_names_and_directories_belong_to_one(tmp_path: Path) -> None:
 
 
 def test_streams_share_a_source_only_if_they_describe_it_alike(tmp_path: Path) -> None:
-    same = {"streams": [_stream("a", name="main"), _stream("b", name="main")]}
+    same = {"streams": [stream_file("a", name="main"), stream_file("b", name="main")]}
     (tmp_path / "same.yaml").write_text(json.dumps(same))
     assert [stream.source.name for stream in load_streams([tmp_path / "same.yaml"])] == ["main", "main"]
-    other = {"streams": [_stream("a", name="main"), _stream("b", name="main", ack="journaled")]}
+    other = {"streams": [stream_file("a", name="main"), stream_file("b", name="main", ack="journaled")]}
     (tmp_path / "other.yaml").write_text(json.dumps(other))
     with pytest.raises(StreamFileError, match="stream `a` has another source of the name `main`"):
         load_streams([tmp_path / "other.yaml"])
 
 
-def test_keys_beside_streams_are_refused(problems: Callable[..., list[str]]) -> None:
+def test_keys_beside_streams_are_refused(problems: Problems) -> None:
     found = problems("name: x\nstreams: []\n")
     assert found == [
         "1:1: name: stands beside `streams`; move it into the streams it belongs to",
@@ -394,55 +355,6 @@ def test_files_that_cannot_be_read_are_problems_too(tmp_path: Path) -> None:
             f"  {tmp_path}: cannot be read: Is a directory; check the path",
         ]
     )
-
-
-@pytest.mark.parametrize(
-    "uri",
-    [
-        "postgresql://app:hunter2@localhost/shop",
-        "postgresql://localhost/shop?user=app&password=hunter2",
-        "postgresql://app@localhost/shop?sslpassword=hunter2&sslmode=require",
-    ],
-)
-def test_a_password_in_the_uri_is_warned_of_and_never_shown(tmp_path: Path, uri: str) -> None:
-    (tmp_path / "shop.yaml").write_text(json.dumps(_stream("shop", uri=uri)))
-    warnings: list[Problem] = []
-    (stream,) = load_streams([tmp_path / "shop.yaml"], on_warning=warnings.append)
-    assert [warning.message for warning in warnings] == ["a password stands in the URI"]
-    assert "auth_ref: env:NAME" in (warnings[0].hint or "")
-    assert stream.source.uri == uri
-    for shown in (str(warnings), json.dumps(definition(stream)), repr(stream)):
-        assert "hunter2" not in shown
-
-
-def test_a_password_in_two_places_is_refused(tmp_path: Path) -> None:
-    stream = _stream("shop", uri="postgresql://app:hunter2@localhost/shop", auth_ref="env:PW")
-    (tmp_path / "shop.yaml").write_text(json.dumps(stream))
-    with pytest.raises(StreamFileError, match="a password stands in the URI and `auth_ref` names another") as raised:
-        load_streams([tmp_path / "shop.yaml"])
-    assert "hunter2" not in str(raised.value)
-
-
-def test_secrets_in_the_wrong_place_do_not_appear_in_messages(problems: Callable[..., list[str]]) -> None:
-    text = changed(
-        ("  tables:", "  auth_ref: hunter2\n  max_source_wal: ${SECRET}\n  tables:"),
-        ("postgresql://app@localhost:5432/shop", "host=x password=hunter2"),
-        ("mode: cdc", "mode: ${SECRET}"),
-    )
-    found = problems(text, SECRET="swordfish")
-    assert len(found) == 4
-    assert "hunter2" not in str(found)
-    assert "swordfish" not in str(found)
-    assert "'${SECRET}' is not a size" in str(found)
-
-
-def test_a_key_in_the_url_for_snapshots_is_refused_and_not_shown(problems: Callable[..., list[str]]) -> None:
-    of_sqlite = ("{name: log, kind: files, path: ./log}", "{name: log, kind: sqlite, path: ./log.db}")
-    text = changed(of_sqlite) + "snapshots: {path: 's3://${KEYS}@bucket/kept', every: 1h}\n"
-    (said,) = problems(text, KEYS="AKIA:hidden/hidden")
-    assert said.startswith("9:19: snapshots.path: a key or password seems to stand in the s3:// URL for snapshots")
-    assert "AWS_ACCESS_KEY_ID" in said
-    assert not any(word in said for word in ("hidden", "AKIA"))
 
 
 def test_a_stream_is_stored_as_plain_json(load: Load, tmp_path: Path) -> None:
@@ -475,37 +387,3 @@ def test_reading_a_file_does_not_import_spark(tmp_path: Path) -> None:
     code = "import sys, millstream.config as c; c.load_streams(sys.argv[1:]); print('pyspark' in sys.modules)"
     command = [sys.executable, "-c", code, str(tmp_path / "shop.yaml")]
     assert subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ).stdout == "False\n"
-
-
-COPY = "{name: log, kind: files, path: ./log}", "{name: copy, kind: postgres, uri: 'postgresql://app@other/shop'}"
-
-
-def test_a_database_as_a_target(load: Load, tmp_path: Path) -> None:
-    (stream,) = load(changed((COPY[0], COPY[1].replace("}", ", auth_ref: 'file:secret', deletes: soft}"))))
-    (target,) = stream.targets
-    assert dict(target.options) == {
-        "uri": "postgresql://app@other/shop",
-        "auth_ref": f"file:{tmp_path / 'secret'}",
-        "deletes": "soft",
-    }
-    assert target.limits == BatchLimits(max_ms=200, max_bytes=64 << 20, max_events=500_000)
-
-
-def test_a_target_s_uri_is_checked(problems: Callable[..., list[str]]) -> None:
-    wrong = changed((COPY[0], COPY[1].replace("postgresql://app@other/shop", "mysql://app@other/shop")))
-    assert problems(wrong) == ["8:39: targets[0].uri: not a postgres URI; write postgresql://user@host:port/database"]
-    both = changed((COPY[0], COPY[1].replace("app@", "app:pw@").replace("}", ", auth_ref: env:X}")))
-    assert "auth_ref` names another" in problems(both)[0]
-    pasted = changed((COPY[0], COPY[1].replace("}", ", auth_ref: hunter2}")))
-    assert "given by reference" in problems(pasted)[0]
-    assert "hunter2" not in problems(pasted)[0]
-
-
-def test_the_password_of_a_target_is_never_shown(tmp_path: Path) -> None:
-    (tmp_path / "shop.yaml").write_text(changed((COPY[0], COPY[1].replace("app@", "app:hunter2@"))))
-    warnings: list[Problem] = []
-    (stream,) = load_streams([tmp_path / "shop.yaml"], on_warning=warnings.append)
-    assert [warning.message for warning in warnings] == ["a password stands in the URI"]
-    for shown in (str(warnings), json.dumps(definition(stream)), repr(stream)):
-        assert "hunter2" not in shown
-    assert "hunter2" in stream.targets[0].options["uri"]

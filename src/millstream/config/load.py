@@ -37,6 +37,7 @@ from millstream.model import (
     TargetSpec,
 )
 from millstream.snapshots.urls import problem_with
+from millstream.transforms.shape import EVERY
 
 Kinds = Mapping[str, SourceKind] | Mapping[str, TargetKind]
 
@@ -131,6 +132,7 @@ def _stream(report: Reporter, base: Path) -> StreamSpec | None:
     _check_tables(report, raw.get("source"))
     if keys is not None:
         _check_shape(report, keys)
+        _check_casts(report, keys)
     _check_target_names(report, raw_targets)
     _check_commit(report, raw.get("commit", "all"), raw_targets)
     if keys is not None and keys.snapshots is not None:
@@ -293,6 +295,23 @@ def _check_shape(report: Reporter, keys: StreamKeys) -> None:
             check_pattern(SOURCES[keys.source.kind], pattern)
         except ConfigError as wrong:
             report.problem(at, wrong.message, wrong.hint)
+
+
+def _check_casts(report: Reporter, keys: StreamKeys) -> None:
+    """The types that casts name. Whether a column can become its type is known only with its table."""
+    casts = [(at, one.tables, one.cast) for at, one in enumerate(keys.transforms) if one.cast]
+    if not casts:
+        return
+    # Not at the top: that costs the time that Arrow takes to load, and few files cast.
+    from millstream.transforms.columns import CASTS, named_type, type_names
+
+    for index, tables, cast in casts:
+        of = "of every table" if tuple(tables) == EVERY else f"of {', '.join(tables)}"
+        for column, wanted in cast.items():
+            if named_type(wanted) is None:
+                meant = nearest(wanted, type_names())
+                hint = f"{meant} types: {CASTS}" if meant else f"types: {CASTS}"
+                report.problem(("transforms", index, "cast", column), f"`{wanted}` for {column} {of} is no type", hint)
 
 
 def _check_target_names(report: Reporter, raw: Sequence[object]) -> None:

@@ -51,6 +51,12 @@ _OIDS = {
 _NUMERIC = 1700
 
 CASTS = f"{', '.join(_NAMES)}, decimal(p,s)"
+"""The types that a cast can make, in words."""
+
+
+def type_names() -> list[str]:
+    """Their names, but for that of the decimals, which has numbers."""
+    return list(_NAMES)
 
 
 def named_type(name: str) -> pa.DataType | None:
