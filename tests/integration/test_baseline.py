@@ -299,7 +299,7 @@ def test_a_table_that_joins_the_publication_after_the_snapshot_waits_for_the_nex
     database.sql(TABLES)
     late = f"CREATE TABLE late (id int PRIMARY KEY); INSERT INTO late VALUES (1); ALTER PUBLICATION {database.name} ADD"
     with drive(database, tmp_path):
-        with pytest.raises(SourceUnavailable, match="1 tables are not in the publication yet"):
+        with pytest.raises(SourceUnavailable, match="1 table not in the publication yet"):
             taken_while(database, monkeypatch, f"{late} TABLE late")
         plan = taken_while(database, monkeypatch, "SELECT 1")
     assert "late" in {chunk.relation.name for chunk in plan.chunks}
@@ -313,6 +313,6 @@ def test_a_barrier_that_does_not_open_says_so_once_in_a_while(monkeypatch: pytes
     monkeypatch.setattr(snapshot, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None))
     said: list[str] = []
     nobody: Any = None
-    with pytest.raises(SourceUnavailable, match="have committed but do not end"):
+    with pytest.raises(SourceUnavailable, match="committed but did not end"):
         snapshot._await_barrier(nobody, (5, frozenset()), said.append)
     assert said == ["the snapshot waits for 1 transactions to become visible"] * 2

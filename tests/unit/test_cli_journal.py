@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from millstream.cli.app import app
+from millstream.cli.journal_list import print_segments
 from millstream.engine.home import Home
 from millstream.model import Column, Cursor, Op, Relation
 from millstream.sources.base import CAPTURED, Block
@@ -81,6 +82,12 @@ def test_ls_lists_the_segments_of_one(home: Home) -> None:
     (segment,) = json.loads(millstream("journal", "ls", "shop", "--json", "--home", str(home.path)).stdout)
     assert (segment["state"], segment["first_seq"], segment["last_seq"]) == ("open", 1, 7)
     assert "open" in millstream("journal", "ls", "shop", "--home", str(home.path)).stdout
+
+
+def test_a_segment_that_holds_nothing_yet_has_no_seqs(capsys: pytest.CaptureFixture[str]) -> None:
+    empty = {"segment": "605", "state": "open", "rows": 0, "first_seq": 605, "last_seq": 604, "end_position": "0/1"}
+    print_segments([{**empty, "bytes": 4096}])
+    assert capsys.readouterr().out.splitlines()[1].split() == ["605", "open", "0", "-", "0/1", "4.0", "KiB"]
 
 
 def test_a_home_without_journals_says_so(tmp_path: Path) -> None:

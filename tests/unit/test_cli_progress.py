@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from millstream.cli.log import Log
+from millstream.cli.output import how_far
 from millstream.cli.progress import LiveDisplay, Progress, Summary
 from millstream.engine.home import Home
 from millstream.engine.stream_status import TargetStatus
@@ -96,6 +97,13 @@ def test_a_summary_line_says_how_far_first_rows_are() -> None:
     line = Known([0.0]).line(("shop", "log"), replace(target(StreamState.SNAPSHOT), baseline=far))
     left = "1 of 3 tables, 3 of 12 chunks, 1,500 rows/s, about 5 min left"
     assert line == f"shop/log: snapshot ({left}), 0 rows/s, 1,300 behind (0.4 s), 0 rows"
+
+
+def test_first_rows_begin_before_there_is_a_plan_of_them() -> None:
+    none = {"done": 0, "rows_per_second": None, "seconds_left": None}
+    assert how_far({**none, "tables": 0, "tables_done": 0, "chunks": None}) == "begins"
+    assert how_far({**none, "tables": 1, "tables_done": 0, "chunks": 0}) == "0 of 1 table, begins"
+    assert how_far({**none, "chunks": 1}) == "0 of 1 chunk"
 
 
 def test_the_summary_runs_by_itself_and_ends_with_its_block() -> None:

@@ -342,6 +342,8 @@ def test_the_command_does_all_of_it_in_json(tmp_path: Path) -> None:
         1,
         "00000000/00000454",
     )
+    said = CliRunner().invoke(app, ["snapshot", "inspect", "shop", "--home", str(tmp_path)]).stdout
+    assert "checked: no\nusable: yes\n" in said
     assert "is not empty" in command("restore", "shop", code=1)
     keeping.wipe(tmp_path, "sqlite")
     done = command("restore", "shop", first["id"])

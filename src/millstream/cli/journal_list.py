@@ -59,7 +59,7 @@ def print_journals(journals: list[Json]) -> None:
     rows = [
         {
             **one,
-            "seqs": f"{one['first_seq']:,}..{one['last_seq']:,}",
+            "seqs": _seqs(one),
             "oldest change (UTC)": (one["oldest_commit_at"] or "-")[:19].replace("T", " "),
             "tables": len(one["tables"]),
         }
@@ -69,7 +69,7 @@ def print_journals(journals: list[Json]) -> None:
 
 
 def print_segments(found: list[Json]) -> None:
-    rows = [{**one, "seqs": f"{one['first_seq']:,}..{one['last_seq']:,}"} for one in found]
+    rows = [{**one, "seqs": _seqs(one)} for one in found]
     _print(rows, _SEGMENTS)
 
 
@@ -98,6 +98,11 @@ _SEGMENTS = {
 def _print(rows: list[Json], columns: dict[str, Column]) -> None:
     texts = [[size(row[key]) if key == "bytes" else str(row[key]) for key in columns] for row in rows]
     print_columns(list(columns.values()), texts)
+
+
+def _seqs(one: Json) -> str:
+    """1..7; of what holds none yet, which is counted from its first on, nothing."""
+    return f"{one['first_seq']:,}..{one['last_seq']:,}" if one["last_seq"] >= one["first_seq"] else "-"
 
 
 def _time(us: int) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from millstream.errors import MillstreamError
+from millstream.observe import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -74,9 +75,10 @@ def seconds(count: float | None) -> str:
 
 def how_far(copy: Mapping[str, Any]) -> str:
     """How far rows of tables are that are copied: 3 of 12 chunks, 80,000 rows/s, about 35.0 s left."""
-    parts = [f"{copy['done']} of {copy['chunks']} chunks" if copy.get("chunks") is not None else "begins"]
-    if copy.get("tables") is not None:
-        parts.insert(0, f"{copy['tables_done']} of {copy['tables']} tables")
+    # Before a plan is made there is none of either yet, and of a table that is empty there is no chunk.
+    parts = [f"{copy['done']} of {counted(copy['chunks'], 'chunk')}" if copy.get("chunks") else "begins"]
+    if copy.get("tables"):
+        parts.insert(0, f"{copy['tables_done']} of {counted(copy['tables'], 'table')}")
     if copy.get("rows_per_second") is not None:
         parts.append(f"{copy['rows_per_second']:,} rows/s")
     if copy.get("seconds_left") is not None:

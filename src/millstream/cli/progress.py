@@ -19,7 +19,7 @@ from millstream.engine.home import Home
 from millstream.engine.status import home_status
 from millstream.engine.stream_status import TargetStatus
 from millstream.errors import MillstreamError
-from millstream.observe import Event
+from millstream.observe import Event, counted
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -99,7 +99,7 @@ class Progress:
         behind = "-" if status.lag_events is None else f"{status.lag_events:,}"
         return (
             f"{'/'.join(key)}: {_state(status)}, {rate:,.0f} rows/s, {behind} behind "
-            f"({seconds(status.lag_seconds)}), {rows:,} rows"
+            f"({seconds(status.lag_seconds)}), {counted(rows, 'row')}"
         )
 
 

@@ -103,7 +103,8 @@ def inspect(
         return
     for key, value in told.items():
         if key not in ("tables", "why_not"):
-            console().print(f"{key.replace('_', ' ')}: {value}")
+            said = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
+            console().print(f"{key.replace('_', ' ')}: {said}")
     if why is not None:
         console().print(f"cannot be restored: {why}", style="yellow")
     for table in told["tables"]:

@@ -195,7 +195,7 @@ def _print_reloads(stream: StreamStatus) -> None:
     """Which tables are copied anew, and what became of the last ones."""
     for target in stream.targets:
         if target.baseline is not None and target.baseline.get("tables") is None:
-            rows = f"about {target.baseline['rows']:,} rows"
+            rows = f"about {counted(target.baseline['rows'], 'row')}"
             console().print(f"  target {target.name}: first rows: {how_far(target.baseline)}, {rows}")
         if target.reload is None:
             continue
@@ -208,7 +208,7 @@ def _print_reloads(stream: StreamStatus) -> None:
             if one["state"] == "failed":
                 console().print(f"{what}: {one['error']}", style="red")
             elif one["state"] == "running":
-                console().print(f"{what}, {how_far(one)}, {one['rows']:,} rows")
+                console().print(f"{what}, {how_far(one)}, {counted(one['rows'], 'row')}")
             else:
                 console().print(f"{what}, {counted(one['rows'], 'row')}" if one["state"] == "done" else what)
 

@@ -167,7 +167,7 @@ class Baseline:
             "seconds_left": left,
         }
         eta = f", about {left:.0f} s left" if left is not None else ""
-        self._tell("snapshot.progress", f"{done} of {count} chunks{eta}", Level.DEBUG, self.progress)
+        self._tell("snapshot.progress", f"{done} of {counted(count, 'chunk')}{eta}", Level.DEBUG, self.progress)
 
 
 def _empty(tables: Sequence[str], result: BatchResult, seq: int) -> list[Tally]:

@@ -14,6 +14,7 @@ from pyspark.sql import Row, SparkSession
 import millstream.errors
 from millstream.errors import MillstreamError, TargetRefused, TargetUnavailable
 from millstream.model import Json, SeqRange
+from millstream.observe import counted
 from millstream.spark.job import Run, run_slices
 from millstream.spark.shaped import run_shaped
 from millstream.spark.stage import StagePlan
@@ -75,7 +76,7 @@ def run_batch(spark: SparkSession, plan: StagePlan, span: SeqRange, runs: Sequen
     result = _run(spark, plan, span, runs)
     if result.rows + result.skipped != span.end - span.start:
         raise TargetRefused(
-            f"{result.rows} rows were staged and {result.skipped} left out of the {span.end - span.start} "
+            f"{counted(result.rows, 'row')} staged and {result.skipped} left out of the {span.end - span.start} "
             f"from seq {span.start + 1} to {span.end}; nothing was published",
             hint="run `millstream journal verify`",
         )

@@ -27,7 +27,7 @@ from millstream.engine.turns import Turns
 from millstream.errors import JournalError, MillstreamError
 from millstream.failpoint import failpoint
 from millstream.model import Cursor, Json, SeqRange
-from millstream.observe import Level
+from millstream.observe import Level, counted
 from millstream.spark.partition import share_out
 from millstream.spark.query import CheckpointUnusable
 from millstream.spark.stage import reached
@@ -217,6 +217,6 @@ class Batches:
 
     def _note(self, fields: Json, cursor: Cursor) -> None:
         self.progressed = True
-        self._tell("delivery.batch", f"{fields['rows']} rows up to seq {fields['end']}", Level.DEBUG, fields)
+        self._tell("delivery.batch", f"{counted(fields['rows'], 'row')} up to seq {fields['end']}", Level.DEBUG, fields)
         if self._on_cursor is not None:
             self._on_cursor(cursor)

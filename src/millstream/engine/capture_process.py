@@ -23,7 +23,7 @@ from millstream.engine.capture_order import HALTED, STOPPED, TRANSIENT, CaptureO
 from millstream.errors import JournalLocked, MillstreamError
 from millstream.memory import keep_freed
 from millstream.model import Json
-from millstream.observe import Event, Level
+from millstream.observe import Event, Level, counted
 
 CRASHED = 1
 STATUS_SECONDS = 0.25
@@ -83,7 +83,9 @@ class Voice:
                 dropped, self._dropped = self._dropped, 0
                 status, self._status = self._status, None
             if dropped:
-                events.insert(0, Event("capture.events_dropped", f"{dropped} events were not heard", Level.WARNING))
+                events.insert(
+                    0, Event("capture.events_dropped", f"{counted(dropped, 'event')} not heard", Level.WARNING)
+                )
             lines = [{"event": _plain(event)} for event in events]
             if status is not None:
                 lines.append({"status": status})

@@ -11,7 +11,7 @@ from millstream import targets
 from millstream.errors import ConfigError
 from millstream.journal import JournalReader
 from millstream.model import TargetSpec
-from millstream.observe import Event, Observer
+from millstream.observe import Event, Observer, counted
 from millstream.targets.base import Target
 
 if TYPE_CHECKING:
@@ -38,6 +38,6 @@ def tell_executors(spark: SparkSession, locations: Sequence[str], observer: Obse
     journals = {tuple(locations): JournalReader(list(locations)).header().journal_id} if locations else {}
     found = look_at_executors(spark, Needed.here(journals))
     hosts = sorted({executor.host for executor in found})
-    message = f"{len(found)} executors on {', '.join(hosts)} are fit for delivery"
+    message = f"{counted(len(found), 'executor')} on {', '.join(hosts)} fit for delivery"
     fields = {"executors": len(found), "hosts": hosts}
     observer.on_event(Event("spark.executors_fit", message, fields=fields))

@@ -26,7 +26,7 @@ from millstream.errors import RowRefused, RowUnshaped, TargetError, TargetRefuse
 from millstream.failpoint import failpoint
 from millstream.journal import JournalReader
 from millstream.model import Json, OnOverflow, OnReject, Relation, SeqRange, StreamSpec, TargetSpec
-from millstream.observe import Level
+from millstream.observe import Level, counted
 from millstream.spark.baseline import BaselinePlan
 from millstream.spark.stage import StagePlan, decoded_slices
 from millstream.state.base import INCOMPLETE, MISSING_BASE, UNSENT, UNSHAPED, Letter, LetterState, StateStore
@@ -166,7 +166,8 @@ class LetterBox:
         self._completed.update((event, row) for event, row in outcome.repaired.items() if event in unshaped)
         done = {**repaired, **{event: row for event, row in outcome.repaired.items() if event not in unshaped}}
         if outcome.repaired:
-            message = f"{len(outcome.repaired)} changes lacked a value that was not sent; it was read at the source"
+            found = counted(len(outcome.repaired), "change")
+            message = f"{found} lacked a value that was not sent; it was read at the source"
             self._tell("letters.repaired", message, Level.INFO, {"changes": len(outcome.repaired)})
         letters = [*self._lasting(lacking, outcome.left), *(one for one in rejects if one not in lacking)]
         if not letters:
@@ -224,7 +225,9 @@ class LetterBox:
         failpoint("letters.recorded")
         tables = dict(Counter(letter.table for letter in new))
         kinds = dict(Counter(letter.kind for letter in new))
-        message = f"{len(new)} changes cannot be taken and are dead letters, the first: {new[0].reason}"
+        message = (
+            f"{counted(len(new), 'change')} could not be taken and went to the dead letters, the first: {new[0].reason}"
+        )
         fields = {"letters": len(new), "tables": tables, "kinds": kinds, "first_seq": new[0].seq}
         self._tell("letters.added", message, Level.WARNING, fields)
         if gone:

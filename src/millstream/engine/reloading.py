@@ -49,7 +49,7 @@ from millstream.errors import ConfigError, MillstreamError, OutOfRange, SourceHa
 from millstream.failpoint import failpoint
 from millstream.keyrange import KeyRange
 from millstream.model import Json, Relation, SeqRange, StreamSpec, TargetSpec
-from millstream.observe import Level
+from millstream.observe import Level, counted
 from millstream.sources import key_range, take_snapshot
 from millstream.sources.base import SnapshotPlan, Wanted
 from millstream.spark.baseline import BaselinePlan
@@ -280,7 +280,7 @@ class Reloading:
         self._save_table(name, state=DONE, rows=rows, seconds_left=None)
         failpoint("reload.table_saved")
         fields = {"table": name, "rows": rows, "seq": copying.seq}
-        self._tell("reload.table_finished", f"{name} is copied anew: {rows:,} rows", Level.INFO, fields)
+        self._tell("reload.table_finished", f"{name} is copied anew: {counted(rows, 'row')}", Level.INFO, fields)
 
     def _begin(self, copying: Copying) -> Begun:
         """Where the table's copy begins, or goes on; written down before anything is copied."""
@@ -480,7 +480,7 @@ class Reloading:
         self._store.save_note(self._stream.name, self._spec.name, RANGES, {})
         self._target.settle_reload()
         rows = sum(one["rows"] for one in tables)
-        said, level = f"{len(record['tables'])} tables, {rows:,} rows: {state}", Level.INFO
+        said, level = f"{counted(len(tables), 'table')}, {counted(rows, 'row')}: {state}", Level.INFO
         broken = {name: one["error"] for name, one in record["tables"].items() if one["state"] == FAILED}
         if broken:
             said, level = f"{said}; " + "; ".join(f"{name}: {why}" for name, why in broken.items()), Level.ERROR

@@ -24,7 +24,7 @@ from millstream.engine.witness import Witness
 from millstream.errors import JournalError, MillstreamError, MissingBase, TargetUnavailable
 from millstream.failpoint import failpoint
 from millstream.model import Json, SeqRange, StreamSpec, TargetSpec
-from millstream.observe import Level
+from millstream.observe import Level, counted
 from millstream.spark.partition import share_out
 from millstream.spark.stage import StagePlan
 from millstream.spark.tables import OwnTables, belongs
@@ -89,7 +89,7 @@ class Replaying:
         failpoint("replay.finished")
         self._target.settle_replay()
         fields = {"from": record["from_seq"], "until": record["until_seq"], "events": record["events"]}
-        self._tell("replay.finished", f"{record['events']:,} changes were delivered once more", Level.INFO, fields)
+        self._tell("replay.finished", f"{counted(record['events'], 'change')} delivered once more", Level.INFO, fields)
 
     def _deliver(self, spark: SparkSession, opening: Opening, plan: StagePlan, record: Json, span: SeqRange) -> Json:
         assert isinstance(self._target, Replayable)  # noqa: S101 - looked at by who calls

@@ -21,7 +21,7 @@ from millstream.engine.home import Home
 from millstream.engine.snapshots import take
 from millstream.errors import MillstreamError, NotReady, RequestFailed, SnapshotError
 from millstream.model import Json, StreamSpec, TargetSpec
-from millstream.observe import Event, Level, Observer
+from millstream.observe import Event, Level, Observer, counted
 from millstream.snapshots import SNAPSHOT
 from millstream.snapshots.taking import TakingStopped
 from millstream.state.base import StateStore
@@ -91,7 +91,9 @@ def _take(
         raise
     told = {"id": snapshot.id, "seq": snapshot.seq, "position": snapshot.position_text, "rows": snapshot.rows}
     store.save_note(stream.name, target.name, SNAPSHOT, {**told, "at": at, "error": None})
-    message = f"snapshot {snapshot.id}: {snapshot.rows:,} rows at seq {snapshot.seq} in {snapshot.seconds:.1f} s"
+    message = (
+        f"snapshot {snapshot.id}: {counted(snapshot.rows, 'row')} at seq {snapshot.seq} in {snapshot.seconds:.1f} s"
+    )
     observer.on_event(Event("target.snapshot_taken", message, Level.INFO, stream.name, target.name, told))
     return snapshot.to_json()
 

@@ -11,6 +11,8 @@ from uuid import uuid4
 
 from pyspark.sql import SparkSession
 
+from millstream.observe import counted
+
 PROGRESS_SECONDS = 1.0
 
 
@@ -51,7 +53,7 @@ class Progress:
 
     def text(self, done: int, seconds: float) -> str:
         done = min(done, self.tasks)
-        parts = f"{self.what}: {done} of {self.tasks} parts"
+        parts = f"{self.what}: {done} of {counted(self.tasks, 'part')}"
         # The server's estimate; of a table that was never analysed it has none.
         rows = self.rows * done // self.tasks if self.tasks else 0
         return f"{parts}, about {rows:,} rows, {rows / seconds:,.0f} rows/s" if rows and seconds else parts

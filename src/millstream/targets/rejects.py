@@ -27,6 +27,7 @@ from millstream.changelog import BEFORE
 from millstream.errors import MissingBase, RowRefused, RowUnshaped, TargetRefused
 from millstream.latest import booleans, one_letter, whole_numbers
 from millstream.model import Json, Op, Relation
+from millstream.observe import counted
 from millstream.targets.lanes.tables import mirror_key
 from millstream.wire.json_columns import json_text
 
@@ -77,7 +78,7 @@ class RowsRejected(TargetRefused):
 
     def __init__(self, rejects: Sequence[Reject]) -> None:
         first = rejects[0]
-        super().__init__(f"{first.table}: {len(rejects)} changes cannot be taken, the first because {first.reason}")
+        super().__init__(f"{first.table}: {counted(len(rejects), 'change')} refused, the first because {first.reason}")
         self.rejects = tuple(rejects)
 
 
@@ -86,7 +87,7 @@ class Unshapable(TargetRefused):
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
         super().__init__(
-            f"{len(reasons)} changes cannot be transformed, the first because {next(iter(reasons.values()))}"
+            f"{counted(len(reasons), 'change')} failed to transform, the first because {next(iter(reasons.values()))}"
         )
         self.reasons = dict(reasons)
 

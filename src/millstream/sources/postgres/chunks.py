@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from millstream.errors import SourceHalted, SourceUnavailable
 from millstream.model import Json, Relation, SourceSpec
+from millstream.observe import counted
 from millstream.sources.base import Chunk, SnapshotPlan, Wanted
 from millstream.sources.postgres import catalog
 from millstream.sources.postgres.connection import Connection, connect, connect_session, literal, translated
@@ -165,7 +166,7 @@ def described(
         missing = [oid for oid in asked if oid not in filters or oid not in before or filters[oid] != before[oid]]
         if missing:
             _refuse_partitions(control, [table for table in selected if table.relation.oid in missing], filters)
-            raise SourceUnavailable(f"{len(missing)} tables are not in the publication yet")
+            raise SourceUnavailable(f"{counted(len(missing), 'table')} not in the publication yet")
         found = [table.relation for table in catalog.tables_by_oid(control, asked, options.publications)]
     relations = {relation.oid: replace(relation, types=options.types.chosen) for relation in found}
     within = wanted.within if wanted is not None else {}

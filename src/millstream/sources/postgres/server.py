@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from millstream.config.units import format_duration, format_size
 from millstream.model import SourceSpec
+from millstream.observe import counted
 from millstream.sources.base import Finding, Severity
 from millstream.sources.postgres.blockers import prepared_transactions
 from millstream.sources.postgres.connection import Connection, translated
@@ -246,7 +247,7 @@ def _left_behind(conn: Connection) -> Iterator[Finding]:
         yield Finding(
             "prepared_transactions",
             Severity.WARNING,
-            f"{len(old)} transactions were prepared and left behind, the oldest {old[0].seconds} s ago: a new slot and "
-            "every snapshot wait for them, and the server keeps its log",
+            f"{counted(len(old), 'transaction')} prepared and left behind, the oldest {old[0].seconds} s ago: a new "
+            "slot and every snapshot wait for that, and the server keeps its log",
             "; ".join(one.remedy for one in old[:_NAMED]),
         )

@@ -27,6 +27,7 @@ from psycopg.pq.abc import PGconn
 from millstream.errors import SourceHalted, SourceUnavailable
 from millstream.failpoint import failpoint
 from millstream.model import SourceSpec
+from millstream.observe import counted
 from millstream.sources.base import SnapshotPlan, Wanted
 from millstream.sources.postgres.blockers import open_transactions
 from millstream.sources.postgres.chunks import described, plan_chunks, published
@@ -154,13 +155,13 @@ def _await_barrier(
         now = time.monotonic()
         if now - began > BARRIER_SECONDS:
             raise SourceUnavailable(
-                f"{len(late)} transactions have committed but do not end; a snapshot cannot be read beside them",
+                f"{counted(len(late), 'transaction')} committed but did not end; a snapshot cannot be read beside them",
                 hint="synchronous_standby_names may name a standby that does not answer",
             )
         if now - told >= TELL_SECONDS:
             told = now
             give_back()
-            on_wait(f"the snapshot waits for {len(late)} transactions to become visible")
+            on_wait(f"the snapshot waits for {counted(len(late), 'transaction')} to become visible")
         time.sleep(LOOK_SECONDS)
 
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from millstream.errors import ConfigError, SourceHalted, SourceUnavailable
 from millstream.model import Json, Relation, SourceSpec
+from millstream.observe import counted
 from millstream.sources.base import CAPTURED, Block, Finding, Registrar, Severity, SourceIdentity
 from millstream.sources.patterns import matcher
 from millstream.sources.scripted.script import ID, KIND, Steps, slot_path
@@ -40,7 +41,7 @@ class ScriptedSource:
         if not found:
             message = "the patterns in `tables` name no table of the script"
             return [Finding("tables", Severity.ERROR, message, "describe the table first: script.table(...)")]
-        return [Finding("tables", Severity.OK, f"{len(found)} tables")]
+        return [Finding("tables", Severity.OK, counted(len(found), "table"))]
 
     def relations(self, patterns: Sequence[str]) -> list[Relation]:
         self._script_id()
