@@ -17,6 +17,7 @@ import pytest
 from millstream.engine import delivery, repair
 from millstream.engine.home import Home
 from millstream.engine.redelivery import Outcome, Redelivery
+from millstream.engine.replay import waiting
 from millstream.errors import NotSupported
 from millstream.model import DeadLetters, Mode, OnReject, Relation, SourceSpec, StreamSpec, TargetSpec
 from millstream.sources.base import KeyRows
@@ -221,3 +222,24 @@ def test_a_letter_is_delivered_when_the_stream_no_longer_fails_on_it(tmp_path: P
     assert [one.outcome for one in retry(shop, MASKED)] == ["delivered"]
     assert rows(shop) == [(1, 1, "d"), (2, 0, "d")]
     assert letters(shop) == []
+
+
+@pytest.mark.parametrize("write", ["mirror", "changelog"])
+def test_a_replay_of_a_change_that_was_given_up_says_which_and_why(tmp_path: Path, write: str) -> None:
+    shop = bench(tmp_path, write=write)
+    shop.journal.append(ORDERS, [insert("1", "1", "d"), insert("2", "bad", "d"), insert("3", "3", "d")])
+    assert deliver(shop) is None
+    (letter,) = shop.store.letters("shop")
+    shop.store.remove_letters([letter.id])
+    shop.store.save_replay("shop", "log", waiting(0, 3, newest_first=write == "mirror"))
+    assert deliver(shop) is None, "the replay ends, and not the delivery"
+    found = shop.store.replays("shop")["log"]
+    assert (found["state"], found["error"]) == (
+        "failed",
+        f"{REASON} (change {letter.event_id} of public.orders, seq 2, which is no dead letter any more)",
+    )
+    assert [row[0] for row in rows(shop)] == [1, 3]
+    # What is told to be done helps.
+    shop.store.save_replay("shop", "log", waiting(2, 3, newest_first=write == "mirror"))
+    assert deliver(shop) is None
+    assert shop.store.replays("shop")["log"]["state"] == "done"

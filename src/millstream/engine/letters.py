@@ -231,7 +231,7 @@ class LetterBox:
         fields = {"letters": len(new), "tables": tables, "kinds": kinds, "first_seq": new[0].seq}
         self._tell("letters.added", message, Level.WARNING, fields)
         if gone:
-            message = f"{len(gone)} dead letters were dropped: there may be {policy.max}"
+            message = f"{counted(len(gone), 'dead letter')} dropped: there may be {policy.max}"
             self._tell("letters.dropped", message, Level.WARNING, {"letters": len(gone), "max": policy.max})
 
     def _comes_with_a_copy(self, letters: Sequence[Letter]) -> bool:
@@ -246,7 +246,7 @@ class LetterBox:
     def _overflow(self, there: int, new: Sequence[Letter]) -> TargetError:
         name, policy = f"{self._stream.name}", self._spec.dead_letters
         message = (
-            f"{there} dead letters are there and {len(new)} more changes cannot be taken; there may be {policy.max}. "
+            f"{counted(there, 'dead letter')} there, and {counted(len(new), 'more change')} refused; there may be {policy.max}. "
             f"The first: {new[0].reason}"
         )
         if self._comes_with_a_copy(new):

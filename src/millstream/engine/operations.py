@@ -26,7 +26,7 @@ from millstream.errors import ConfigError, MillstreamError, NotReady, RequestFai
 from millstream.failpoint import failpoint
 from millstream.journal import JournalReader
 from millstream.model import Json, StreamSpec
-from millstream.observe import Event, Level, Observer
+from millstream.observe import Event, Level, Observer, counted
 from millstream.state.base import Letter, StateStore
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ class Operations:
                 done = Redelivery(self._home, self._store, self._spec(name), target).run(mine)
                 counts = Counter(one.outcome for one in done)
                 said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-                self._tell("letters.retried", f"{len(done)} dead letters were retried: {said}", name, target)
+                self._tell("letters.retried", f"{counted(len(done), 'dead letter')} retried: {said}", name, target)
                 outcomes += done
             return {"letters": [one.to_json() for one in outcomes]}
 
@@ -277,7 +277,7 @@ class Operations:
         owners = Counter((letter.stream, letter.target) for letter in self._letters(ids).values())
         removed = self._store.remove_letters(ids)
         for (name, target), count in owners.items():
-            self._tell("letters.purged", f"{count} dead letters were given up", name, target)
+            self._tell("letters.purged", f"{counted(count, 'dead letter')} given up", name, target)
         return removed
 
     def _letters(self, ids: Sequence[int]) -> dict[int, Letter]:

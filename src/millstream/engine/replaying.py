@@ -21,14 +21,14 @@ from millstream.engine.opening import Opened, Opening
 from millstream.engine.repair import Repair, repair
 from millstream.engine.replay import DONE, FAILED, RUNNING, UNFINISHED
 from millstream.engine.witness import Witness
-from millstream.errors import JournalError, MillstreamError, MissingBase, TargetUnavailable
+from millstream.errors import JournalError, MillstreamError, MissingBase, RowRefused, TargetUnavailable
 from millstream.failpoint import failpoint
 from millstream.model import Json, SeqRange, StreamSpec, TargetSpec
 from millstream.observe import Level, counted
 from millstream.spark.partition import share_out
 from millstream.spark.stage import StagePlan
 from millstream.spark.tables import OwnTables, belongs
-from millstream.state.base import UNSENT, UNSHAPED, StateStore
+from millstream.state.base import INCOMPLETE, UNSENT, UNSHAPED, StateStore
 from millstream.targets.base import Rebatching, Replayable, Target
 from millstream.targets.rejects import Held, Outstanding, Reject, RowsRejected, Unshapable
 
@@ -133,11 +133,15 @@ class Replaying:
         )
 
     def _completed(self, plan: StagePlan, found: RowsRejected) -> StagePlan:
-        """The plan with changes that lack values completed at the source. Raises MissingBase for what cannot be.
+        """The plan with changes that lack values completed at the source. Raises MissingBase for what cannot be, and
+        RowRefused for a change that lacks nothing: a transform fails on it, and nobody keeps it as a letter.
 
         A mirror can do without a change of the source that its row has changed since: a later one has written it.
         """
         assert isinstance(self._target, Replayable)  # noqa: S101 - the same
+        for one in found.rejects:
+            if one.kind not in INCOMPLETE:
+                raise _given_up(one)
         known = plan.outstanding or Outstanding(self._target.mirrors)
         tried = {*known.repaired, *known.completed}
         remembers = not self._target.mirrors or keeps_history(self._spec)
@@ -184,6 +188,15 @@ class Replaying:
         record = {**record, **changed}
         self._store.save_replay(self._stream.name, self._spec.name, record)
         return record
+
+
+def _given_up(one: Reject) -> RowRefused:
+    """A change that could not be taken when it came first, and was a letter then."""
+    return RowRefused(
+        f"{one.reason} (change {one.event_id} of {one.table}, seq {one.seq}, which is no dead letter any more)",
+        hint=f"replay from behind it, --from-seq {one.seq + 1}, or let the stream take such rows",
+        kind=one.kind,
+    )
 
 
 def _with(known: Outstanding, found: RowsRejected, outcome: Repair, passing: Sequence[Reject]) -> Outstanding:
