@@ -245,10 +245,8 @@ class LetterBox:
 
     def _overflow(self, there: int, new: Sequence[Letter]) -> TargetError:
         name, policy = f"{self._stream.name}", self._spec.dead_letters
-        message = (
-            f"{counted(there, 'dead letter')} there, and {counted(len(new), 'more change')} refused; there may be {policy.max}. "
-            f"The first: {new[0].reason}"
-        )
+        many = f"{counted(there, 'dead letter')} there, and {counted(len(new), 'more change')} refused"
+        message = f"{many}; there may be {policy.max}. The first: {new[0].reason}"
         if self._comes_with_a_copy(new):
             hint = "the rows that they need come with the tables that are being copied: delivery then goes on by itself"
             return TargetUnavailable(message, hint=hint)

@@ -47,13 +47,11 @@ class Delivery(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a target can do, as data, so that `check` can refuse what it cannot."""
+    """How the engine delivers to a target, as data. What every target does (deletes, new columns) is the contract's."""
 
     delivery: Delivery
     keeps_cursor: bool
-    needs_key: bool
-    writes_deletes: bool
-    evolves_schema: bool
+    """Whether the target itself says how far it is; else the state store's word counts."""
     parallel: bool
     """Whether several tasks may stage one batch; else the whole batch is one task."""
 

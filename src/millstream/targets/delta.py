@@ -103,14 +103,7 @@ class DeltaTarget:
     """The driver side. See `targets.base.Target` for the contract."""
 
     kind = "delta"
-    capabilities = Capabilities(
-        delivery=Delivery.LANE,
-        keeps_cursor=True,
-        needs_key=False,
-        writes_deletes=True,
-        evolves_schema=True,
-        parallel=False,
-    )
+    capabilities = Capabilities(delivery=Delivery.LANE, keeps_cursor=True, parallel=False)
 
     def __init__(self, options: DeltaOptions) -> None:
         self._options = options

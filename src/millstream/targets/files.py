@@ -77,14 +77,7 @@ class FilesTarget:
     """The driver side. See `targets.base.Target` for the contract."""
 
     kind = "files"
-    capabilities = Capabilities(
-        delivery=Delivery.STAGED,
-        keeps_cursor=True,
-        needs_key=False,
-        writes_deletes=True,
-        evolves_schema=True,
-        parallel=True,
-    )
+    capabilities = Capabilities(delivery=Delivery.STAGED, keeps_cursor=True, parallel=True)
 
     def __init__(self, options: FilesOptions) -> None:
         self._options = options

@@ -190,14 +190,7 @@ def _all_runs(
 class LaneTarget:
     """The driver side. See `targets.base.Target` for the contract."""
 
-    capabilities = Capabilities(
-        delivery=Delivery.LANE,
-        keeps_cursor=True,
-        needs_key=False,
-        writes_deletes=True,
-        evolves_schema=True,
-        parallel=False,
-    )
+    capabilities = Capabilities(delivery=Delivery.LANE, keeps_cursor=True, parallel=False)
 
     def __init__(self, database: type[Database], options: LaneOptions) -> None:
         self.kind = database.kind
