@@ -17,6 +17,8 @@ from millstream.errors import MissingBase, RowRefused, TargetRefused
 from millstream.model import Relation, SeqRange
 from millstream.targets.base import LaneBatch, Part, TargetContext
 from millstream.targets.delta import DeltaLane, DeltaOptions, DeltaTarget
+from millstream.targets.deltas import writer
+from millstream.targets.deltas.tables import Handle
 from tests.fixtures.baselines import TABLES, write
 from tests.fixtures.capture import captured
 from tests.fixtures.examples import examples
@@ -31,6 +33,12 @@ from tests.unit.test_shape_histories import NOTES, bound, shaped
 from tests.unit.test_shape_histories import expected as inside_of
 
 THINGS = relation(("id", 23), ("a", 25), ("doc", 25), key=("id",))
+
+
+def existing(path: Path) -> Handle:
+    found = Handle.existing(path)
+    assert found is not None
+    return found
 
 
 class Lake:
@@ -236,6 +244,44 @@ def test_many_small_files_are_written_together(tmp_path: Path) -> None:
         lake.deliver(THINGS, [insert(str(number), "x", "y")])
     assert len(DeltaTable(str(tmp_path / "public.t")).file_uris()) <= 4
     assert sorted(lake.table()["_ms_seq"].to_pylist()) == list(range(1, 9))
+
+
+def compactions(path: Path) -> int:
+    return sum(commit["operation"] == "OPTIMIZE" for commit in DeltaTable(str(path)).history())
+
+
+def test_what_a_compaction_cannot_write_together_is_no_reason_for_another(tmp_path: Path) -> None:
+    lake = Lake(tmp_path, write="changelog", compact_files=4, partition_by={"public.t": ["a"]})
+    for number in range(30):
+        lake.deliver(THINGS, [insert(str(number), f"x{number % 6}", "y")])
+    assert len(DeltaTable(str(tmp_path / "public.t")).file_uris()) <= 6 + 4
+    assert compactions(tmp_path / "public.t") == 6, "six files that stay, then four more each time"
+
+
+def test_small_files_between_large_ones_wait_for_others(tmp_path: Path) -> None:
+    def add(count: int) -> Handle:
+        for _ in range(count):
+            write_deltalake(str(tmp_path), pa.table({"id": list(range(1000))}), mode="append")
+        return existing(tmp_path)
+
+    table = add(8)
+    size = table._table.get_add_actions(flatten=True)["size_bytes"][0].as_py()
+    assert table.is_scattered(3)
+    table._table.optimize.compact(target_size=2 * size + 10)
+    assert len(existing(tmp_path)._table.file_uris()) == 4
+    assert not existing(tmp_path).is_scattered(3)
+    assert not add(2).is_scattered(3)
+    assert add(1).is_scattered(3)
+
+
+def test_a_mirror_of_one_file_is_swept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    swept: list[int] = []
+    monkeypatch.setattr(writer, "SWEEP_COMMITS", 4)
+    monkeypatch.setattr(Handle, "sweep", lambda table: swept.append(table.version()))
+    lake = Lake(tmp_path)
+    for number in range(10):
+        lake.deliver(THINGS, [insert(str(number), "x", "y")])
+    assert swept == [4, 8]
 
 
 @pytest.mark.chaos

@@ -83,7 +83,10 @@ class DeltaOptions(BaseModel):
         description="By table (`schema.table`) the columns by whose values its files are kept apart.",
     )
     compact_files: int = Field(
-        100, gt=1, description="A table of more data files than this is compacted after a batch, and old ones removed."
+        100,
+        gt=1,
+        description="A table is compacted after a batch when that saves so many small data files, and as many came "
+        "since the last time.",
     )
 
     @model_validator(mode="after")

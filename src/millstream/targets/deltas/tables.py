@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyarrow import types
 
 from millstream.changelog import END_POSITION
@@ -28,6 +29,8 @@ READ_ROWS = 16_384
 """So many rows are read at a time,"""
 PART_BYTES = 64 << 20
 """and put together until they are so many bytes, where long runs are worked on faster."""
+SMALL_BYTES = 50_000_000
+"""Of files below this any two fit into one: a compaction aims at twice as much."""
 KEEP_HOURS = 24 * 7
 """Files that no version needs any more stay so long for readers of older versions."""
 
@@ -330,7 +333,27 @@ class Handle:
                 schema=found.schema, columns=names, filter=condition, batch_size=READ_ROWS, use_threads=False
             )
 
-    def compact(self) -> None:
-        """Write small files together, and remove those that no version of the last days needs."""
-        self._table.optimize.compact()
+    def is_scattered(self, most: int) -> bool:
+        """Whether a compaction would save so many small files, and as many came since the last one.
+
+        Partitions keep their files apart, and a small one may stand between large ones: what a compaction has left
+        is no reason for another.
+        """
+        if self.files() <= most:
+            return False
+        files = pa.table(self._table.get_add_actions(flatten=True))
+        small = files.filter(pc.less(files["size_bytes"], SMALL_BYTES))
+        partitions = [f"partition.{name}" for name in self.partitions()]
+        if small.num_rows - small.group_by(partitions).aggregate([]).num_rows < most:
+            return False
+        found = (commit["timestamp"] for commit in self._table.history(most) if commit.get("operation") == "OPTIMIZE")
+        since = next(found, None)
+        return since is None or pc.sum(pc.greater(small["modification_time"].cast(pa.int64()), since)).as_py() >= most
+
+    def compact(self) -> bool:
+        """Write small files together. Whether there were any."""
+        return bool(self._table.optimize.compact()["numFilesRemoved"])
+
+    def sweep(self) -> None:
+        """Remove files that no version of the last days needs."""
         self._table.vacuum(KEEP_HOURS, dry_run=False)

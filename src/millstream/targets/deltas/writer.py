@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 TRIES = 10
 """How often a commit is tried again when somebody else (a compaction, a reader's repair) was faster."""
+SWEEP_COMMITS = 1000
+"""After so many commits files that no version needs any more are looked for, also where nothing is compacted."""
 
 
 class Place(Protocol):
@@ -73,6 +75,7 @@ class Writer:
         self.name = self._path.name
         self._partition_by = place.partitions(relation)
         self._compact_files = place.compact_files
+        self._commits = 0
 
     def keyed(self, run: Run) -> Run:
         """The run with the key by which the table's rows are told, where its description does not say it."""
@@ -187,8 +190,10 @@ class Writer:
         table = Handle.existing(self._path)
         if table is None:
             return None
-        if table.files() > self._compact_files:
-            table.compact()
+        compacted = table.is_scattered(self._compact_files) and table.compact()
+        # A mirror of a few files has as few after each commit, which writes one of them anew.
+        if compacted or table.version() % SWEEP_COMMITS < self._commits:
+            table.sweep()
         return table.version()
 
     def schema_of(self, relation: Relation) -> pa.Schema:
@@ -218,6 +223,7 @@ class Writer:
         for _ in range(TRIES):
             try:
                 commit(self._open(relation, wanted, how))
+                self._commits += 1
                 return
             except CommitFailedError:
                 continue
