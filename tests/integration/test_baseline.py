@@ -315,4 +315,4 @@ def test_a_barrier_that_does_not_open_says_so_once_in_a_while(monkeypatch: pytes
     nobody: Any = None
     with pytest.raises(SourceUnavailable, match="committed but did not end"):
         snapshot._await_barrier(nobody, (5, frozenset()), said.append)
-    assert said == ["the snapshot waits for 1 transactions to become visible"] * 2
+    assert said == ["the snapshot waits for 1 transaction to become visible"] * 2
