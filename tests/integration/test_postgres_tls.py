@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from pyspark.sql import SparkSession
+from typer.testing import CliRunner
 
+from millstream.cli.app import app
 from millstream.demo.proof import read_changes
 from millstream.embedded import EmbeddedPostgres, server_directory
 from millstream.errors import SourceHalted
@@ -68,7 +70,9 @@ def refusal(uri: str) -> SourceHalted:
 
 
 @pytest.mark.spark
-def test_changes_arrive_and_the_password_is_nowhere_on_disk(secure: SecureServer, tmp_path: Path) -> None:
+def test_changes_arrive_and_the_password_is_nowhere_on_disk(
+    secure: SecureServer, tmp_path: Path, spark: SparkSession
+) -> None:
     secure.admin.sql(
         "CREATE TABLE orders (id int PRIMARY KEY, note text); ALTER TABLE orders OWNER TO capture;"
         "GRANT CREATE ON DATABASE postgres TO capture"
@@ -84,15 +88,8 @@ def test_changes_arrive_and_the_password_is_nowhere_on_disk(secure: SecureServer
     secure.admin.sql("UPDATE orders SET note = 'späte Nachricht' WHERE id = 7; DELETE FROM orders WHERE id = 8")
 
     (tmp_path / "secure.yaml").write_text(STREAM.format(uri=uri, variable=VARIABLE))
-    done = subprocess.run(
-        [sys.executable, "-m", "millstream", "run", "secure.yaml", "--once"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, ["run", f"{tmp_path}/secure.yaml", "--once", "--home", f"{tmp_path}/home"])
+    assert done.exit_code == 0, done.output
 
     changes = pa.concat_tables(read_changes(tmp_path / "log" / "public.orders")).sort_by("_ms_seq")
     rows = list(zip(*(changes[name].to_pylist() for name in ("_ms_op", "id", "note")), strict=True))
@@ -103,16 +100,18 @@ def test_changes_arrive_and_the_password_is_nowhere_on_disk(secure: SecureServer
     ]
 
     secrets = [PASSWORD.encode(), PASSWORD.split()[0].encode()]
-    # `walk` passes over directories that are gone by then: Java removes its own after the command has ended.
-    files = [Path(directory, name) for directory, _, names in os.walk(tmp_path) for name in names]
-    assert {".millstream", "log"} <= {path.relative_to(tmp_path).parts[0] for path in files}
+    # Spark's own files, its log of events among them, are not in the home of a session that was there before.
+    places = [tmp_path, Path(spark.conf.get("spark.local.dir") or "").parent]
+    # `walk` passes over directories that are gone by then.
+    files = [Path(directory, name) for place in places for directory, _, names in os.walk(place) for name in names]
+    assert {"home", "log", "spark.log", "events"} <= {part for path in files for part in path.parts}
     for path in files:
         try:
             content = path.read_bytes()
         except FileNotFoundError:
             continue
         assert not any(secret in content for secret in secrets), f"the password is in {path}"
-    assert not any(secret.decode() in done.stdout + done.stderr for secret in secrets)
+    assert not any(secret.decode() in done.output for secret in secrets)
 
 
 def test_a_certificate_of_another_authority(secure: SecureServer, tmp_path: Path) -> None:

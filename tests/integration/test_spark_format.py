@@ -22,7 +22,7 @@ from tests.fixtures.journals import Journal, shop_table
 from tests.fixtures.tuples import NUMERIC_12_2, delete, insert, relation, truncate, update
 from tests.integration.test_changelog_spark import FIRST, NOTHING, ODD, TABLE
 
-pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("few_partitions")]
+pytestmark = pytest.mark.spark
 
 ARRAYS = relation(("id", 20), ("tags", 1009), ("prices", 1231, NUMERIC_12_2), ("_ms_seq", 25), key=["id"])
 

@@ -14,12 +14,7 @@ from pyspark.sql import SparkSession
 from tests.fixtures.capture import captured
 from tests.fixtures.postgres import Database
 
-pytestmark = [
-    pytest.mark.postgres,
-    pytest.mark.spark,
-    pytest.mark.timeout(300),
-    pytest.mark.usefixtures("few_partitions"),
-]
+pytestmark = [pytest.mark.postgres, pytest.mark.spark, pytest.mark.timeout(300)]
 
 PAGE = Path(__file__).parents[2] / "docs" / "spark.md"
 
