@@ -66,7 +66,7 @@ def examine(home: Path) -> list[Found]:
         lambda: check_package("duckdb", "duckdb"),
         check_embedded,
     ]
-    return [*(check() for check in checks), *check_slots(home)]
+    return [*(check() for check in checks), *check_leftovers(home)]
 
 
 def is_fit(findings: list[Found]) -> bool:
@@ -186,8 +186,11 @@ def check_embedded() -> Found:
     return Found("embedded", State.OK, f"{found}, run as {account.name}" if account.switched else found)
 
 
-def check_slots(home: Path) -> list[Found]:
-    """Slots with our prefix that no source of this home owns and nobody reads, on the servers that the home knows."""
+def check_leftovers(home: Path) -> list[Found]:
+    """What is ours on the servers that the home knows, and that no source of this home owns and nobody reads.
+
+    Slots with our prefix, and triggers that were made for one, also if it is gone.
+    """
     from millstream.config.definition import from_definition
     from millstream.engine.home import Home
 
@@ -203,17 +206,17 @@ def check_slots(home: Path) -> list[Found]:
     sources = {stream.source.name: stream.source for stream in streams if stream.source.kind == "postgres"}
     found: dict[str, Found] = {}
     for source in sources.values():
-        found |= {one.found: one for one in _slots_on(source, list(sources.values()))}
+        try:
+            left = [*_slots_on(source, list(sources.values())), *_triggers_on(source, list(sources.values()))]
+        except MillstreamError as error:
+            left = [Found("slots", State.WARNING, f"source {source.name}: {error.message}", error.hint)]
+        found |= {one.found: one for one in left}
     return list(found.values())
 
 
 def _slots_on(source: SourceSpec, sources: list[SourceSpec]) -> list[Found]:
     from millstream.sources.postgres.orphans import orphan_slots
 
-    try:
-        orphans = orphan_slots(source, sources)
-    except MillstreamError as error:
-        return [Found("slots", State.WARNING, f"source {source.name}: {error.message}", error.hint)]
     return [
         Found(
             "slots",
@@ -222,8 +225,24 @@ def _slots_on(source: SourceSpec, sources: list[SourceSpec]) -> list[Found]:
             f"it keeps {slot.retained_bytes >> 20} MiB of log",
             f"if no other home does either: SELECT pg_drop_replication_slot('{slot.name}')",
         )
-        for slot in orphans
+        for slot in orphan_slots(source, sources)
     ] or [Found("slots", State.OK, f"none without an owner on the server of source {source.name}")]
+
+
+def _triggers_on(source: SourceSpec, sources: list[SourceSpec]) -> list[Found]:
+    from millstream.sources.postgres.orphans import orphan_triggers
+
+    return [
+        Found(
+            "triggers",
+            State.WARNING,
+            f"those of slot {one.slot} in database {one.database}: "
+            + ("nobody reads it and no source of this home owns it" if one.slot_exists else "the slot is gone")
+            + "; they write each DDL command into the log",
+            ("if no other home does either: " if one.slot_exists else "") + one.removal,
+        )
+        for one in orphan_triggers(source, sources)
+    ]
 
 
 def _version(distribution: str) -> str | None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
 
 from millstream import Engine, Mode, StreamSpec, TargetSpec
-from millstream.doctor import State, check_slots
+from millstream.doctor import State, check_leftovers
 from millstream.errors import ConfigError, NotReady
+from millstream.sources.postgres.ddl_trigger import install
+from millstream.sources.postgres.options import PostgresOptions
+from millstream.sources.postgres.orphans import orphan_triggers
 from tests.fixtures.capture import source_spec
 from tests.fixtures.engines import QUICK, await_that, delivered
 from tests.fixtures.postgres import Database
@@ -29,6 +33,20 @@ def made_on(database: Database) -> tuple[int, int]:
     ((slots,),) = database.sql(f"SELECT count(*) FROM pg_replication_slots WHERE database = '{database.name}'")
     ((publications,),) = database.sql("SELECT count(*) FROM pg_publication")
     return int(slots), int(publications)
+
+
+LEFT = (
+    "SELECT (SELECT count(*) FROM pg_event_trigger), (SELECT count(*) FROM pg_proc WHERE proname ^@ 'millstream_'), "
+    "(SELECT count(*) FROM pg_namespace WHERE nspname = '_millstream')"
+)
+
+
+def leave_triggers(database: Database, *slots: str) -> None:
+    """What `ddl_trigger` makes for these slots, whether they are there or not."""
+    for slot in slots:
+        options = PostgresOptions.of(source_spec(database, options={"slot": slot}))
+        with closing(database.connect()) as connection:
+            install(connection, options, ["public.*"])
 
 
 def create(database: Database) -> None:
@@ -61,16 +79,43 @@ def test_deleting_the_last_stream_leaves_nothing_on_the_server(
         await_that(lambda: engine.get_status("orders").events_replicated == 2)
         assert delivered(tmp_path, "orders")["public.items"] == [(3, "at once")]
     database.sql("SELECT pg_create_logical_replication_slot('millstream_orphan_' || current_database(), 'pgoutput')")
-    found = check_slots(engine.home.path)
+    found = check_leftovers(engine.home.path)
     orphan = f"millstream_orphan_{database.name}"
     (warning,) = [one for one in found if orphan in one.found]
     assert warning.state is State.WARNING
     assert warning.fix is not None
     assert f"pg_drop_replication_slot('{orphan}')" in warning.fix
     database.sql(f"SELECT pg_drop_replication_slot('{orphan}')")
-    assert not any(database.name in one.found for one in check_slots(engine.home.path))
+    assert not any(database.name in one.found for one in check_leftovers(engine.home.path))
+    leave_triggers(database, "millstream_gone", f"millstream_{database.name}")
+    (warning,) = [one for one in check_leftovers(engine.home.path) if one.check == "triggers"]
+    assert warning.found == (
+        f"those of slot millstream_gone in database {database.name}: the slot is gone; "
+        "they write each DDL command into the log"
+    )
+    assert warning.fix is not None
+    database.sql(warning.fix)
+    assert [one.check for one in check_leftovers(engine.home.path)] == ["slots"]
+    assert database.sql(LEFT) == [(3, 4, 1)], "those of the slot that has an owner"
     assert engine.delete_stream("orders")["source"] == "removed"
     assert made_on(database) == (0, 0)
+    assert database.sql(LEFT) == [(0, 0, 0)]
+
+
+def test_triggers_that_are_alone_in_their_schema_go_with_it(database: Database) -> None:
+    leave_triggers(database, "millstream_gone")
+    database.sql("SELECT pg_create_logical_replication_slot('millstream_gone', 'pgoutput')")
+    spec = source_spec(database)
+    (found,) = orphan_triggers(spec, [spec])
+    assert found.slot_exists
+    owner = source_spec(database, options={"slot": "millstream_gone"})
+    assert orphan_triggers(spec, [spec, owner]) == []
+    database.sql("SELECT pg_drop_replication_slot('millstream_gone')")
+    database.sql("DROP EVENT TRIGGER millstream_gone_ddl")
+    (found,) = orphan_triggers(spec, [spec, owner])
+    assert not found.slot_exists
+    database.sql(found.removal)
+    assert database.sql(LEFT) == [(0, 0, 0)]
 
 
 def test_a_partition_that_another_stream_captures_as_its_root_is_refused(
