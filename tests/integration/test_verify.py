@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from millstream import Engine, load_streams
 from millstream.cli.app import app
 from millstream.engine.verify_report import TableVerdict, VerifyReport
-from millstream.errors import NotReady, NotSupported
+from millstream.errors import NotReady, NotSupported, UnknownName
 from tests.fixtures.baselines import TABLES, change, write
 from tests.fixtures.delivery import Watching
 from tests.fixtures.postgres import Database
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.postgres, pytest.mark.spark, pytest.mark.timeout(300)]
 
 STREAM = """
 name: shop
-source: {{kind: postgres, uri: "{uri}", tables: ["public.*"]}}
+source: {{kind: postgres, uri: "{uri}", tables: ["public.*"], watch_interval: 10m}}
 mode: snapshot_then_cdc
 targets:
   - {{name: log, kind: files, path: log, format: parquet, batch: {{max_ms: 2s}}}}
@@ -76,7 +76,11 @@ def test_a_stream_that_runs_is_compared_and_repaired_while_others_write(
         with writing(database, pause=0.3):
             change(database, 1, 150)
             write(database, 301, 400)
+            database.sql("CREATE TABLE fresh (id int PRIMARY KEY); INSERT INTO fresh VALUES (1)")
             report = engine.verify("shop")
+            assert [one.uncaptured for one in report.targets] == [("public.fresh",)] * 2
+            with pytest.raises(UnknownName, match=r"the stream does not have public\.fresh yet"):
+                engine.verify("shop", "log", tables=["public.fresh"])
             assert [(one.target, one.equal) for one in report.targets] == [("log", True), ("copy", True)]
             assert of(report, "log")["public.keyless"].source_rows == 400
             plant(tmp_path / "copy.db")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from io import StringIO
 from pathlib import Path
@@ -75,6 +76,15 @@ def test_a_table_without_a_key_comes_with_what_to_do_about_it() -> None:
         "copy, public.no key: it has no key by which rows could be shown or repaired; "
         "copy it anew: millstream reload shop --target copy --table 'public.no key'"
     )
+    assert VerifyReport.from_json(report.to_json()) == report
+
+
+def test_a_table_that_is_not_captured_yet_is_named() -> None:
+    report = VerifyReport("shop", (replace(EQUAL, uncaptured=("public.new",)),))
+    assert shown(report)[2:] == [
+        "public.new is not captured yet, and was not compared",
+        "lake is equal to the source: 1,200 rows at 0/9, 2.0 s, 600 rows/s",
+    ]
     assert VerifyReport.from_json(report.to_json()) == report
 
 

@@ -15,6 +15,7 @@ import pytest
 from millstream.config import load_streams
 from millstream.config.definition import definition, from_definition
 from millstream.engine import verifier
+from millstream.engine.reload import RELOAD, AskedTables, table_waiting, waiting
 from millstream.engine.running import Held
 from millstream.engine.verifier import Order, Verifier
 from millstream.engine.verify import Asked, Place, VerifyStopped
@@ -179,6 +180,24 @@ def test_a_target_without_its_baseline_is_left_to_it(tmp_path: Path) -> None:
     await_that(lambda: it.serve() or len(answers) == 2)
     assert "cannot be brought to a position of the source" in answers[1]["error"]["message"]
     assert running.history == []
+
+
+def test_a_target_whose_tables_are_being_copied_is_left_to_it(tmp_path: Path) -> None:
+    running, answers = Running(tmp_path, every_ms=3_600_000), list[Json]()
+    it, store, _ = made(running)
+    copying = {**waiting(AskedTables()), "resolved": True, "tables": {"public.t": table_waiting()}}
+    store.save_note("shop", "log", RELOAD, copying)
+    await_that(lambda: it.serve() or bool(store.verifications("shop")))
+    assert running.history == ["other"], "the schedule waits for the copy"
+    it.submit(Order("shop", ("log",), Asked(), answers.append))
+    await_that(lambda: it.serve() or len(answers) == 1)
+    assert answers[0]["error"]["message"] == "tables are still being copied to target log"
+    it.submit(Order("shop", ("log",), Asked(("public.other",)), answers.append))
+    await_that(lambda: it.serve() or len(answers) == 2)
+    store.save_note("shop", "log", RELOAD, {**copying, "state": "done"})
+    it.submit(Order("shop", ("log",), Asked(), answers.append))
+    await_that(lambda: it.serve() or len(answers) == 3)
+    assert ["result" in answer for answer in answers] == [False, True, True]
 
 
 def test_no_answer_is_told_and_remembered(tmp_path: Path) -> None:

@@ -109,6 +109,8 @@ def show(out: Console, report: VerifyReport) -> None:
     for target in report.targets:
         _show_keys(out, target)
         _show_keyless(out, report.stream, target)
+        for name in target.uncaptured:
+            out.print(f"{name} is not captured yet, and was not compared", style="yellow")
         out.print(_verdict(target), style="green" if target.equal else "red")
     for name, why in report.failures.items():
         out.print(f"{name} was not compared: {why}", style="red")

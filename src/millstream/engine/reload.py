@@ -145,6 +145,15 @@ def progress_of(record: Json) -> Json | None:
     }
 
 
+def is_copying(record: Json | None, names: Sequence[str] = ()) -> bool:
+    """Whether one of these tables (none: of all) is still to be copied, by what is written down of a target."""
+    if record is None or record["state"] not in UNFINISHED:
+        return False
+    if not names or not record["resolved"]:
+        return True
+    return any(record["tables"].get(name, {}).get("state") in UNFINISHED for name in names)
+
+
 def can_reload(target: Target) -> bool:
     """Whether tables can be copied anew to a target; connects to nothing."""
     return isinstance(target, Reloadable)

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from millstream.engine.answers import error_answer
+from millstream.engine.reload import RELOAD, is_copying
 from millstream.engine.verify import Asked, TargetVerification, VerifyStopped, can_repair, check_asked
 from millstream.engine.verify_report import TargetVerdict, VerifyReport
 from millstream.errors import (
@@ -117,7 +118,8 @@ class Verifier:
                 continue
             done = self._store.verifications(member.name)
             targets = [t.name for t in member.spec.targets if t.name in member.deliveries]
-            due = tuple(name for name in targets if _is_due(done.get(name), every))
+            copies = self._store.notes(member.name, RELOAD)
+            due = tuple(n for n in targets if _is_due(done.get(n), every) and not is_copying(copies.get(n)))
             if due:
                 self.submit(Order(member.name, due, Asked(), lambda _: None, scheduled=True))
 
@@ -168,6 +170,11 @@ class Verifier:
         if stream.mode is not Mode.CDC and self._store.get_cursor(stream.name, target) is None:
             raise NotReady(f"target {target} has not got its baseline yet", hint="try again when it has")
         asked = order.asked
+        if is_copying(self._store.notes(stream.name, RELOAD).get(target), asked.tables):
+            raise NotReady(
+                f"tables are still being copied to target {target}",
+                hint=f"try again when they are there: millstream status {stream.name}",
+            )
         if asked.repair and len(order.targets) > 1 and not can_repair(spec):
             asked = replace(asked, repair=False)
         check_asked(spec, asked)

@@ -33,8 +33,8 @@ from millstream.journal import JournalReader
 from millstream.journal.places import position_text
 from millstream.model import Relation, StreamSpec, TargetSpec
 from millstream.observe import Event, Level, Observer, counted
-from millstream.sources import copy_limits, take_snapshot
-from millstream.sources.base import SnapshotPlan
+from millstream.sources import captured_tables, copy_limits, take_snapshot
+from millstream.sources.base import SnapshotPlan, Wanted
 from millstream.spark.baseline import BaselinePlan
 from millstream.spark.shaped import binding_of
 from millstream.spark.tables import OwnTables
@@ -113,7 +113,10 @@ class TargetVerification:
         opening = self._opening(target)
         try:
             self._say("waiting for a snapshot of the source")
-            with closing(take_snapshot(self._stream.source, self._waits)) as snapshot:
+            # A table that came just now is not captured before the next look at the catalog: the others are compared.
+            wanted = Wanted(all=True)
+            with closing(take_snapshot(self._stream.source, self._waits, wanted=wanted)) as snapshot:
+                uncaptured = self._uncaptured(snapshot.plan, asked.tables)
                 seq = self._await_journal(snapshot.plan.position)
                 self._deliver(seq)
                 self._open(opening, target, seq, write=asked.repair)
@@ -132,9 +135,22 @@ class TargetVerification:
             tables,
             datetime.now(UTC),
             round(time.monotonic() - started, 3),
+            uncaptured,
         )
         self._tell(verdict)
         return verdict
+
+    def _uncaptured(self, found: SnapshotPlan, asked: Sequence[str]) -> tuple[str, ...]:
+        """The tables that are left out because nothing captures them yet. Raises UnknownName for one that was named."""
+        captured = {chunk.relation.table for chunk in found.chunks}
+        left = tuple(name for name in captured_tables(self._stream.source) if name not in captured)
+        for name in asked:
+            if name in left:
+                raise UnknownName(
+                    f"the stream does not have {name} yet: nothing captures it",
+                    hint="a new table is found within watch_interval; see: millstream ddl list",
+                )
+        return () if asked else left
 
     # The position
 

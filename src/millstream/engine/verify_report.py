@@ -51,6 +51,8 @@ class TargetVerdict:
     tables: tuple[TableVerdict, ...]
     compared_at: datetime
     seconds: float
+    uncaptured: tuple[str, ...] = ()
+    """Tables that the stream's patterns name and that were left out, because nothing captures them yet."""
 
     @property
     def equal(self) -> bool:
@@ -64,6 +66,7 @@ class TargetVerdict:
         value = asdict(self)
         value["compared_at"] = self.compared_at.isoformat()
         value["equal"] = self.equal
+        value["uncaptured"] = list(self.uncaptured)
         value["tables"] = [{**asdict(table), "keys": list(table.keys), "equal": table.equal} for table in self.tables]
         return value
 
@@ -75,7 +78,8 @@ class TargetVerdict:
 
         own = {name: held for name, held in value.items() if name != "equal"}
         at = datetime.fromisoformat(value["compared_at"])
-        return cls(**{**own, "tables": tuple(map(table, value["tables"])), "compared_at": at})
+        lists = {"tables": tuple(map(table, value["tables"])), "uncaptured": tuple(value["uncaptured"])}
+        return cls(**{**own, **lists, "compared_at": at})
 
 
 @dataclass(frozen=True)
