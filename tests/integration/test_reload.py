@@ -19,7 +19,7 @@ from millstream import BatchLimits, Engine, Mode, StreamSpec, TargetSpec
 from millstream.embedded import EmbeddedPostgres
 from millstream.engine import reloading
 from millstream.errors import ConfigError, NotReady, VerifyFailed
-from millstream.model import Relation
+from millstream.model import DeadLetters, Relation
 from millstream.sources.postgres import chunks
 from millstream.sources.postgres.catalog import relations
 from millstream.targets import open_target
@@ -276,6 +276,39 @@ def test_a_table_that_is_rewritten_between_its_ranges_ends_as_it_is_then(
         shop.await_equal("orders")
         assert shop.held("copy", "orders")[-1] == (599, "rewritten 599")
         engine.await_ready("shop", 120)
+
+
+def test_a_mirror_that_is_filled_goes_on_however_many_changes_need_rows_that_are_still_to_come(
+    engine: Engine, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watching: Watching
+) -> None:
+    """The copy waits for the delivery: were it the other way round too, neither would ever go on."""
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 64 << 10)
+    database.sql("CREATE TABLE orders (id int PRIMARY KEY, note text, n int)")
+    database.sql("ALTER TABLE orders ALTER note SET STORAGE EXTERNAL")
+    database.sql("INSERT INTO orders SELECT i, repeat('x', 3000) || i FROM generate_series(1, 60) i")
+    shop = Everywhere(engine, database, tmp_path, only="copy")
+    source = source_spec(database, options={"snapshot_at_once": 0})
+    targets = tuple(replace(one, dead_letters=DeadLetters(max=2)) for one in shop.stream.targets)
+    told = ("letters.added", "delivery.retry", "letters.repaired")
+    changed: list[str] = []
+
+    def change(name: str) -> None:
+        if name == "reload.begun" and not changed:
+            changed.append(name)
+            # The source's rows have changed again when the first of these changes comes to the target.
+            with database.connect() as connection:
+                for n in range(1, 4):
+                    connection.execute("UPDATE orders SET n = %s", (n,))
+            watching.wait_for(lambda: any(watching.of(kind) for kind in told))
+
+    monkeypatch.setattr(reloading, "failpoint", change)
+    with engine:
+        engine.upsert_stream(replace(shop.stream, source=source, targets=targets))
+        engine.await_ready("shop", 60)
+        shop.await_equal("orders")
+    with closing(sqlite3.connect(tmp_path / "copy.db")) as lite:
+        assert lite.execute('SELECT DISTINCT n FROM "public.orders"').fetchall() == [(3,)]
+    assert engine.get_status("shop").targets[0].dead_letters == 0
 
 
 @pytest.mark.parametrize("kind", ["postgres", "duckdb"])

@@ -249,30 +249,19 @@ def test_a_blocked_target_goes_on_when_letters_are_purged(shop: Shop, monkeypatc
     assert [letter[0] for letter in shop.letters()] == [2]
 
 
-def test_a_target_whose_rows_are_still_to_come_waits_for_them_and_does_not_fail(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("on_overflow", OnOverflow)
+def test_a_target_whose_rows_are_still_to_come_goes_on_with_any_number_of_letters(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, on_overflow: OnOverflow
 ) -> None:
-    """The copy itself is not of interest here: it is done for by hand."""
-    shop.journal.append(ORDERS, [update([str(n), "changed", ...]) for n in range(3)])
-    assert "there may be 2" in str(shop.deliver(DeadLetters(max=2)))
-    shop.store.save_note("shop", "log", RELOAD, {**waiting(AskedTables()), "baseline": True})
+    """It is for the delivery that the copy waits, which brings the rows. The copy itself is not of interest here."""
     monkeypatch.setattr(Reloading, "due", lambda _: None)
-
-    def copy(self: Any) -> float:
-        assert shop.letters() == []
-        with closing(sqlite3.connect(shop.file)) as db:
-            db.executemany('INSERT INTO "public.orders" VALUES (?, ?, ?, 0)', [(n, "first", f"d{n}") for n in range(3)])
-            db.commit()
-        self.attempts += 1
-        return 0.001
-
-    monkeypatch.setattr(delivery.Backoff, "next", copy)
-    monkeypatch.setattr(delivery.Backoff, "attempts", 0, raising=False)
-    assert shop.deliver(DeadLetters(max=2)) is None
-    (told,) = shop.watching.of("delivery.retry")
-    assert "there may be 2" in told.message
-    assert shop.rows() == [(n, "changed", f"d{n}") for n in range(3)]
-    assert shop.letters() == []
+    shop.store.save_note("shop", "log", RELOAD, {**waiting(AskedTables()), "baseline": True})
+    shop.journal.append(ORDERS, [update([str(n), "changed", ...]) for n in range(3)])
+    assert shop.deliver(DeadLetters(max=2, on_overflow=on_overflow)) is None
+    assert [letter[2] for letter in shop.letters()] == ["missing_base"] * 3
+    shop.journal.append(ORDERS, [insert(str(n), "bad", "d") for n in range(5, 8)])
+    if on_overflow is OnOverflow.HALT:
+        assert "3 dead letters there, and 3 more changes refused" in str(shop.deliver(DeadLetters(max=2)))
 
 
 def test_the_oldest_letters_are_dropped_where_that_was_asked_for(shop: Shop) -> None:

@@ -217,10 +217,10 @@ class LetterBox:
         new = [letter for letter in letters if letter.event_id not in known.union(self._recorded)]
         if not new:
             raise TargetRefused("a row was rejected that was left out", hint="this is a defect in Millstream")
-        drops = policy.on_overflow is OnOverflow.DROP_OLDEST
-        if not drops and len(known) + len(new) > policy.max:
+        limited, drops = not self._comes_with_a_copy(new), policy.on_overflow is OnOverflow.DROP_OLDEST
+        if limited and not drops and len(known) + len(new) > policy.max:
             raise self._overflow(len(known), new)
-        gone = self._store.add_letters(new, keep=policy.max if drops else None)
+        gone = self._store.add_letters(new, keep=policy.max if limited and drops else None)
         self._recorded.update((letter.event_id, letter.kind) for letter in new)
         failpoint("letters.recorded")
         tables = dict(Counter(letter.table for letter in new))
@@ -237,8 +237,8 @@ class LetterBox:
     def _comes_with_a_copy(self, letters: Sequence[Letter]) -> bool:
         """Whether all that is wrong with these is that the target's tables are not whole yet.
 
-        A table that is filled beside its changes lacks the rows of the ranges that are to come: nobody shall have to
-        resume a target for what ends by itself.
+        A table that is filled beside its changes lacks the rows of the ranges that are to come. Such letters go by
+        themselves, with later changes and with the ranges, but only if the delivery goes on: a copy waits for it.
         """
         note = self._store.notes(self._stream.name, RELOAD).get(self._spec.name)
         return note is not None and note["state"] in UNFINISHED and all(one.kind == MISSING_BASE for one in letters)
@@ -247,9 +247,6 @@ class LetterBox:
         name, policy = f"{self._stream.name}", self._spec.dead_letters
         many = f"{counted(there, 'dead letter')} there, and {counted(len(new), 'more change')} refused"
         message = f"{many}; there may be {policy.max}. The first: {new[0].reason}"
-        if self._comes_with_a_copy(new):
-            hint = "the rows that they need come with the tables that are being copied: delivery then goes on by itself"
-            return TargetUnavailable(message, hint=hint)
         hint = f"see `millstream dlq list {name}`; retry or purge them"
         if policy.on_overflow is OnOverflow.BLOCK:
             return TargetUnavailable(message, hint=f"{hint}: delivery then goes on by itself")
