@@ -10,7 +10,7 @@ export PYTHONPATH := $(CURDIR)/src
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-short test next bench rehearse lint format chaos cluster histories alters large writers losses reconnect lake docs types clean
+.PHONY: help setup demo demo-short test next bench rehearse lint format chaos cluster histories alters large baseline writers losses reconnect lake docs types clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -78,6 +78,9 @@ alters: setup ## A hundred random ALTERs mixed with writes, with several seeds, 
 large: setup ## Capture and deliver one transaction of 5 million rows, and look at the memory of every process
 	@MILLSTREAM_LARGE_ROWS=$${MILLSTREAM_LARGE_ROWS:-5000000} $(PYTHON_IN_VENV) -m pytest -s \
 		tests/integration/test_large_transaction.py
+
+baseline: setup ## Copy 2 GiB under writes while the engine is killed again and again; once each, and equal
+	@MILLSTREAM_BASELINE_GB=$${MILLSTREAM_BASELINE_GB:-2} $(PYTHON_IN_VENV) -m pytest -s tests/integration/test_large_baseline.py
 
 writers: setup ## 24 writers as fast as they can, snapshots in their midst, and a look at the source afterwards
 	@MILLSTREAM_WRITERS_SECONDS=$${MILLSTREAM_WRITERS_SECONDS:-120} $(PYTHON_IN_VENV) -m pytest -s tests/integration/test_writers.py
