@@ -384,7 +384,9 @@ def test_what_is_in_doubt_ends_with_a_later_write_of_the_row_or_when_the_cursor_
     store.save_cursor(cursor(9, target="copy"), superseded={"aaaa-7": 8})
     assert store.doubts("shop", "copy") == [doubt(4, until=end + 1), doubt(6, until=end + 1)]
     assert store.doubts("shop", "other") == [doubt(5, target="other", until=end)]
-    store.remove_doubts("shop", "copy")
+    store.set_doubts("shop", "copy", [doubt(9), doubt(8)])
+    assert store.doubts("shop", "copy") == [doubt(8), doubt(9)]
+    store.set_doubts("shop", "copy", [])
     assert store.doubts("shop", "copy") == []
     store.put_stream("shop", {})
     store.delete_stream("shop")

@@ -142,7 +142,7 @@ def test_who_waits_for_a_prepared_transaction_gives_up_in_time_and_preflight_tel
             (found,) = [
                 one for one in preflight(spec, PostgresOptions.of(spec)) if one.check == "prepared_transactions"
             ]
-            assert "a new slot and every snapshot wait for them" in found.message
+            assert "a new slot and every snapshot wait for that" in found.message
             assert f"ROLLBACK PREPARED {QUOTED}" in (found.fix or "")
         # One that is prepared under the snapshot, and has the table locked.
         monkeypatch.setattr(early, "TABLE_BYTES", -1)

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from millstream.engine import delivery, repair, witness
+from millstream.engine import delivery, doubts, repair, witness
 from millstream.model import Relation, SourceSpec
 from millstream.sources.base import KeyRows
 from millstream.state.sqlite import SqliteStateStore
@@ -153,6 +153,29 @@ def test_who_empties_the_table_or_writes_the_row_whole_ends_the_doubt(shop: Shop
     shop.journal.append(ORDERS, [truncate()])
     shop.deliver({}, 0)
     assert (rows(shop.root), shop.doubts(), shop.letters()) == ([], [], [])
+
+
+def test_of_too_many_rows_in_doubt_only_the_table_is_remembered(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doubts, "MOST_DOUBTS", 2)
+    now = dict.fromkeys(("1", "2", "3"), ("b", "doc", 77))
+    shop.journal.append(ORDERS, [insert("6", "b", "old"), insert("7", "b", "old")])
+    shop.deliver({}, 0)
+    shop.journal.append(ORDERS, [update([key, "b", ...]) for key in now])
+    shop.deliver(now, 1600)
+    assert shop.doubts() == [("*", 1600)]
+    moves = [update(["8", "b", ...], key=["7", None, None]), update(["6", "c", ...]), update(["1", "b", "whole"])]
+    shop.journal.append(ORDERS, moves)
+    shop.deliver({"8": ("b", "read", 1300)}, 1700)
+    expected = [(1, "b", "whole"), (2, "b", "doc"), (3, "b", "doc"), (6, "c", "old"), (8, "b", "read")]
+    assert rows(shop.root) == expected, "any row may be one in doubt: what moves is read at the source"
+    assert shop.doubts() == [("*", 1600)], "a row that is written whole was not the only one"
+    assert shop.letters() == []
+    shop.journal.append(ORDERS, [insert(str(key), "b", "d") for key in (20, 21)])
+    shop.journal.append(ORDERS, [insert(str(key), "b", "d") for key in (22, 23)])
+    shop.deliver({}, 0)
+    shop.journal.append(ORDERS, [update([key, "c", ...], key=[other, None, None]) for key, other in (("9", "8"),)])
+    shop.deliver({}, 0)
+    assert (rows(shop.root)[4], shop.doubts()) == ((9, "c", "read"), []), "it is over where the rows were read"
 
 
 def test_a_changelog_is_given_a_value_only_if_it_was_the_rows_then(

@@ -55,7 +55,7 @@ def letter(root: Path, *, add: bool) -> list[Letter]:
             store.add_doubts([Doubt("shop", "log", "public.orders", "e-2", 2, "3", 1 << 40)])
         else:
             store.remove_letters([one.id for one in there])
-            store.remove_doubts("shop", "log")
+            store.set_doubts("shop", "log", [])
         return there
 
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from millstream.config.kinds import keeps_history
 from millstream.engine.batch import BatchResult
-from millstream.engine.doubts import doubts, remember_doubts
+from millstream.engine.doubts import doubts, few, remember_doubts
 from millstream.engine.passing import Passing
 from millstream.engine.reload import RELOAD, UNFINISHED
 from millstream.engine.repair import LACKS, repair
@@ -64,7 +64,7 @@ class LetterBox:
     def forget(self) -> None:
         """The target begins anew: what it could not take before is of no interest any more."""
         self._store.remove_letters([one.id for one in self._store.letters(self._stream.name, self._spec.name)])
-        self._store.remove_doubts(self._stream.name, self._spec.name)
+        self._store.set_doubts(self._stream.name, self._spec.name, [])
 
     def deliver(self, plan: Plan, attempt: Callable[[Plan], BatchResult]) -> BatchResult:
         """Run a batch until the target has all that it can take of it. Raises what the target refuses as a whole."""
@@ -132,7 +132,7 @@ class LetterBox:
         """The plan with what a task must know of letters; nothing where there are none."""
         letters = self._store.letters(self._stream.name, self._spec.name)
         passing: tuple[Held, ...] = self._passing.held if self._passing is not None else ()
-        held = (*self.held(), *passing, *self._doubts.values())
+        held = (*self.held(), *passing, *few(list(self._doubts.values())))
         if not (letters or held or repaired or self._recorded or unshapable or self._completed or self._wanted):
             return plan
         kinds = {**{letter.event_id: letter.kind for letter in letters}, **self._recorded}

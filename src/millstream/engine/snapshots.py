@@ -276,8 +276,7 @@ class Restoring:
         mine = self._store.letters(self._stream.name, self._target.name)
         self._store.remove_letters([one.id for one in mine if one.seq > seq])
         self._store.add_letters(then.letters)
-        self._store.remove_doubts(self._stream.name, self._target.name)
-        self._store.add_doubts(then.doubts)
+        self._store.set_doubts(self._stream.name, self._target.name, then.doubts)
 
     def finish(self) -> None:
         """The delivery goes on from there, in an epoch of its own."""

@@ -142,7 +142,7 @@ class Doubt:
     event_id: str
     seq: int
     key: str = field(repr=False)
-    """The key of its row as JSON text."""
+    """The key of its row as JSON text; or `EVERY_ROW`: of so many rows of the table that they are not told apart."""
     until: int
     """A position of the source: whatever the row showed was committed before it."""
 
@@ -265,8 +265,8 @@ class StateStore(Protocol):
     def doubts(self, stream: str, target: str) -> list[Doubt]:
         """What is in doubt of a target, in order of seq."""
 
-    def remove_doubts(self, stream: str, target: str) -> None:
-        """Nothing of a target is in doubt any more."""
+    def set_doubts(self, stream: str, target: str, doubts: Sequence[Doubt]) -> None:
+        """Just this of a target is in doubt from now on, and nothing that was. At once: no moment is without both."""
 
     def set_needs_reload(self, stream: str, target: str, reason: str | None) -> None:
         """Remember that a target has lost changes and must begin anew, and why; None: no longer."""

@@ -89,11 +89,7 @@ class SqliteLetters(ABC):
 
     def add_doubts(self, doubts: Sequence[Doubt]) -> None:
         with self._write("remember what is in doubt") as db:
-            db.executemany(
-                "insert or replace into doubts (stream, target, event_id, tab, seq, key, until) "
-                "values (?, ?, ?, ?, ?, ?, ?)",
-                [(one.stream, one.target, one.event_id, one.table, one.seq, one.key, one.until) for one in doubts],
-            )
+            _add_doubts(db, doubts)
         failpoint("state.doubts_added")
 
     def doubts(self, stream: str, target: str) -> list[Doubt]:
@@ -101,9 +97,11 @@ class SqliteLetters(ABC):
         sql = f"select {columns} from doubts where stream = ? and target = ? order by seq, event_id"
         return [Doubt(*row) for row in self._read(sql, (stream, target))]
 
-    def remove_doubts(self, stream: str, target: str) -> None:
-        with self._write("forget what is in doubt") as db:
+    def set_doubts(self, stream: str, target: str, doubts: Sequence[Doubt]) -> None:
+        with self._write("remember what is in doubt") as db:
             db.execute("delete from doubts where stream = ? and target = ?", (stream, target))
+            _add_doubts(db, doubts)
+        failpoint("state.doubts_added")
 
     def set_needs_reload(self, stream: str, target: str, reason: str | None) -> None:
         with self._write("remember that a target needs a reload") as db:
@@ -128,6 +126,13 @@ def supersede(db: sqlite3.Connection, stream: str, target: str, events: Mapping[
         db.execute(f"delete from letters {mine} and kind in (?, ?)", (stream, target, event, *INCOMPLETE))
         db.execute(f"{_SUPERSEDE} {mine}", (seq, stream, target, event))
         db.execute(f"delete from doubts {mine}", (stream, target, event))
+
+
+def _add_doubts(db: sqlite3.Connection, doubts: Sequence[Doubt]) -> None:
+    db.executemany(
+        "insert or replace into doubts (stream, target, event_id, tab, seq, key, until) values (?, ?, ?, ?, ?, ?, ?)",
+        [(one.stream, one.target, one.event_id, one.table, one.seq, one.key, one.until) for one in doubts],
+    )
 
 
 def _row(letter: Letter) -> tuple[Any, ...]:

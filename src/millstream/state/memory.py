@@ -280,9 +280,10 @@ class MemoryStateStore:
             mine = [one for one in self._doubts.values() if (one.stream, one.target) == (stream, target)]
             return sorted(mine, key=lambda one: (one.seq, one.event_id))
 
-    def remove_doubts(self, stream: str, target: str) -> None:
+    def set_doubts(self, stream: str, target: str, doubts: Sequence[Doubt]) -> None:
         with self._lock:
             self._doubts = {key: one for key, one in self._doubts.items() if key[:2] != (stream, target)}
+            self._doubts.update(((one.stream, one.target, one.event_id), one) for one in doubts)
 
     def set_needs_reload(self, stream: str, target: str, reason: str | None) -> None:
         with self._lock:

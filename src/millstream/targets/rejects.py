@@ -41,6 +41,9 @@ LACKING_AT_ONCE = 10_000
 _END_BYTES = 8
 """What stands at the end of an IPC stream."""
 
+EVERY_ROW = "*"
+"""As the key of what is in doubt, which no key's JSON text is: any row of the table."""
+
 _MISSING = "it leaves out values that did not change, and the target's row is older than the one they are in"
 
 
@@ -94,7 +97,7 @@ class Unshapable(TargetRefused):
 
 @dataclass(frozen=True)
 class Held:
-    """A letter that is open, or a change that is in doubt, as far as tasks must know it."""
+    """A letter that is open, or a change that is in doubt, as far as tasks must know it; or a table that is."""
 
     event_id: str
     seq: int
@@ -284,17 +287,17 @@ class Guard:
             self._supersede(self._open(it, {at.old}, at), at.seq)
             return [_as_delete(row)]
         all_rows = row["_ms_op"][0].as_py() == chr(Op.TRUNCATE)
-        older = self._open(it, None if all_rows else {at.new, at.old}, at)
+        older = self._open(it, None if all_rows else {at.new, at.old, EVERY_ROW}, at)
         letters = [one for one in older if one.until is None]
         if older and relies_on_its_row(row, 0):
-            if letters or (at.moves and any(one.key == at.old for one in older)):
+            if letters or (at.moves and any(one.key in (at.old, EVERY_ROW) for one in older)):
                 found = pa.Table.from_batches([row])
                 self.rejects.append(reject(it.relation, it.relation_id, found, it.key, MissingBase(_MISSING)))
                 return []
             if not at.moves:
                 # What it takes from its row is in doubt as before.
                 return [row]
-        self._supersede(older, at.seq)
+        self._supersede([one for one in older if all_rows or one.key != EVERY_ROW], at.seq)
         misleads = letters and not all_rows and it.relation.identity == "f"
         return _afresh(row, at.new, at.old) if misleads else [row]
 
@@ -351,7 +354,11 @@ class _Concerned:
             # What is as old as all that is open under its key is not concerned: so are most changes in doubt.
             first = np.array([min(one.seq for one in held) for held in self.by_key.values()])
             seqs = _integers(batch["_ms_seq"], np.int64)
-            for texts in key_texts(batch, self.key):
+            new_texts, old_texts = key_texts(batch, self.key)
+            if EVERY_ROW in self.by_key:
+                lacks = pc.greater(pc.list_value_length(batch["_ms_unchanged"]), 0)
+                mask |= booleans(pc.fill_null(pc.and_(pc.not_equal(new_texts, old_texts), lacks), False))
+            for texts in (new_texts, old_texts):
                 places = pc.index_in(texts, value_set=keys)
                 at = _integers(pc.fill_null(places, -1), np.int32)
                 mask |= (at >= 0) & (seqs > first[at]) if len(first) else False
