@@ -7,7 +7,7 @@ are few: everything else is folded by column, in `latest`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -96,18 +96,27 @@ def follow(
         else:
             previous = None if key in free or key in living else Row(-1, key, {})
         at = {column: int(place[change]) for column, place in places.items()}
-        for column, place in at.items():
-            if place == KEPT:
-                at[column] = MISSING if previous is None else previous.place(column)
         free.pop(key, None)
-        living[key] = Row(change, -1 if previous is None else previous.base, at)
+        living[key] = _written(change, at, previous)
         if seen is not None:
             for touched in {int(old[change]), key}:
                 seen(touched, change, living.get(touched))
+    return _moved(living.values(), free, places)
+
+
+def _moved(rows: Collection[Row], free: Mapping[int, int], columns: Collection[str]) -> Moved:
     return Moved(
-        change=np.array([row.change for row in living.values()], np.int64),
-        base=np.array([row.base for row in living.values()], np.int64),
-        places={name: np.array([row.places[name] for row in living.values()], np.int64) for name in places},
+        change=np.array([row.change for row in rows], np.int64),
+        base=np.array([row.base for row in rows], np.int64),
+        places={name: np.array([row.places[name] for row in rows], np.int64) for name in columns},
         gone_key=np.array(list(free), np.int64),
         gone_change=np.array(list(free.values()), np.int64),
     )
+
+
+def _written(change: int, at: dict[str, int], previous: Row | None) -> Row:
+    """The row that a change leaves: what it did not send is where the row before had it."""
+    for column, place in at.items():
+        if place == KEPT:
+            at[column] = MISSING if previous is None else previous.place(column)
+    return Row(change, -1 if previous is None else previous.base, at)

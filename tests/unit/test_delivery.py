@@ -278,7 +278,7 @@ def test_receipts_that_do_not_add_up_are_never_published(bench: Bench, monkeypat
     trade(bench.journal)
     monkeypatch.setattr("millstream.engine.batch.collected", lambda rows: collected(rows[:0]))
     query = bench.deliver_all()
-    assert "0 rows were staged and 0 left out of the 30" in str(query.error)
+    assert "0 rows staged and 0 left out of the 30" in str(query.error)
     assert bench.commits() == []
 
 

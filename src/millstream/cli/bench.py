@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -48,9 +48,7 @@ def bench(
     json: Json = False,
 ) -> None:
     """Measure, and check what was measured. Ends with 1 if the content was not equal."""
-    from millstream.bench import ALL, BENCHES
-    from millstream.bench.frame import Settings, machine
-    from millstream.cli.bench_display import display
+    from millstream.bench import BENCHES
 
     if name is not None and name not in BENCHES:
         raise typer.BadParameter(f"no bench is called {name}; there are {', '.join(BENCHES)}", param_hint="NAME")
@@ -66,12 +64,7 @@ def bench(
     }
     chosen = {option: value for option, value in given.items() if value is not None}
     _refuse_strangers(name, chosen)
-    results: list[Result] = []
-    with machine(name or "all", force=force) as load, display(live=not json) as steps:
-        for one, own in ALL if name is None else [(name, {})]:
-            known = {option: value for option, value in {**chosen, **own}.items() if option in BENCHES[one].options}
-            found = BENCHES[one].run(Settings(steps, **known))
-            results.append({**found, "load": round(load, 2), "forced": force})
+    results = _run(name, chosen, force=force, live=not json)
     _print(results, alone=name is not None, json=json)
     everything = [one for result in results for one in (result, *result.get("rivals", ()))]
     raise typer.Exit(0 if all(one["equal"] for one in everything) else 1)
@@ -91,6 +84,21 @@ def _refuse_strangers(name: str | None, chosen: Mapping[str, object]) -> None:
     if name is not None and "target" in chosen and chosen["target"] not in BENCHES[name].targets:
         known = ", ".join(BENCHES[name].targets)
         raise typer.BadParameter(f"{name} knows no target {chosen['target']}, only {known}", param_hint="--target")
+
+
+def _run(name: str | None, chosen: Mapping[str, Any], *, force: bool, live: bool) -> list[Result]:
+    """The results of one bench, or of all. What a bench does not know of the options is not for it."""
+    from millstream.bench import ALL, BENCHES
+    from millstream.bench.frame import Settings, machine
+    from millstream.cli.bench_display import display
+
+    results: list[Result] = []
+    with machine(name or "all", force=force) as load, display(live=live) as steps:
+        for one, own in ALL if name is None else [(name, {})]:
+            known = {option: value for option, value in {**chosen, **own}.items() if option in BENCHES[one].options}
+            found = BENCHES[one].run(Settings(steps, **known))
+            results.append({**found, "load": round(load, 2), "forced": force})
+    return results
 
 
 def _print(results: list[Result], *, alone: bool, json: bool) -> None:

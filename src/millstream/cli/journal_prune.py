@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from millstream.cli.output import Home, Json, console, print_json, size
 from millstream.errors import ConfigError
 from millstream.observe import counted
+
+if TYPE_CHECKING:
+    from millstream.model import Json as Result
 
 
 def prune(
@@ -45,11 +48,12 @@ def prune(
     rule = None if age is None and most is None else Retention(age, most)
     find_journal(home, name)
     result = prune_journal(HomeDirectory.locate(home), name, rule, force=force, dry_run=dry_run)
-    if json:
-        print_json(result)
-        return
-    out = console()
-    held = result["held"]
+    print_json(result) if json else _print(name, result)
+
+
+def _print(name: str, result: Result) -> None:
+    """What went, or would; what is kept for whom; and who cannot go on."""
+    out, held = console(), result["held"]
     if result["segments"]:
         verb = "removed" if result["done"] else "would remove"
         amount = f"{counted(result['rows'], 'change')}, {counted(result['segments'], 'segment')}"

@@ -84,19 +84,7 @@ class DeliveryQuery:
         self._on_cursor = on_cursor
         self._store = store
         self._letters = LetterBox(store, stream, target_spec, target, self._emit)
-        shaping = Shaping(stream.name, stream.shape, is_mirror(target_spec)) if stream.shape else None
-        self._opening = Opening(
-            stream.name,
-            target_spec.name,
-            target,
-            tuple(locations),
-            store,
-            checkpoint_root,
-            tables,
-            shaping,
-            self._letters.superseded,
-            NoJournal(stream.source) if stream.mode is Mode.SNAPSHOT else None,
-        )
+        self._opening = self._opens(tuple(locations), checkpoint_root, tables)
         self._startup = Startup(stream, target_spec, target, store, self._opening.journal, self._emit)
         self._gate = Gate(stream, target_spec.name, locations, store, tables, reloads=can_reload(target))
         self._replaying = Replaying(stream, target_spec, target, store, self._emit)
@@ -108,19 +96,8 @@ class DeliveryQuery:
         self._settled = threading.Event()
         self._account = Account()
         self._retrying = Retrying(self.stopping, self._emit, once=once)
-        self._batches = Batches(
-            spark,
-            target,
-            self._opening,
-            self._letters,
-            self._gate,
-            self._turns,
-            self._account,
-            self._retrying,
-            self.stopping,
-            self._emit,
-            on_cursor,
-        )
+        shared = (self._turns, self._account, self._retrying, self.stopping, self._emit)
+        self._batches = Batches(spark, target, self._opening, self._letters, self._gate, *shared, on_cursor)
         self._query: SliceQuery | None = None
         self._distrust: str | None = None
         self._thread = threading.Thread(
@@ -129,6 +106,21 @@ class DeliveryQuery:
         self.state = StreamState.CREATED
         self.error: MillstreamError | None = None
         self._baseline: Baseline | None = None
+
+    def _opens(self, locations: tuple[str, ...], checkpoint_root: Path, tables: OwnTables | None) -> Opening:
+        stream = self._stream
+        return Opening(
+            stream.name,
+            self._spec.name,
+            self._target,
+            locations,
+            self._store,
+            checkpoint_root,
+            tables,
+            Shaping(stream.name, stream.shape, is_mirror(self._spec)) if stream.shape else None,
+            self._letters.superseded,
+            NoJournal(stream.source) if stream.mode is Mode.SNAPSHOT else None,
+        )
 
     # For the engine
 

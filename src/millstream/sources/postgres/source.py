@@ -152,21 +152,13 @@ class PostgresSource:
         control, stream = self._connections()
         watcher = Watcher(control, self._options, self._spec.tables, self._look)
         watcher.recall(self._recalled)
+        ears = Ears()
 
         def describe(relation: Relation) -> int:
-            described = self._told.get(relation.oid)
-            if described is None or not catalog.is_same(described, relation):
-                before = self._known.get(relation.oid)
-                described = catalog.enrich(control, relation, self._options.publications, before)
-            if described.enriched:
-                self._known[relation.oid] = described
-            described = replace(described, types=self._options.types.chosen)
-            check_wire(described, self._options.wire, control.info.server_version)
+            described = self._described(control, relation)
             number = register(described)
             watcher.describe(number, described)
             return number
-
-        ears = Ears()
 
         def hear(message: bytes, position: int, at_us: int) -> None:
             said = ddl_trigger.said(message, self._options)
@@ -183,18 +175,7 @@ class PostgresSource:
 
         kind = Assembler if self._options.protocol == 1 else StreamedAssembler
         assembler = kind(start, describe, Spool(self._work), hear=hear)
-        self._reading = reading = Reading(
-            self._options,
-            assembler,
-            stream=stream,
-            open_stream=self._checked_stream,
-            open_session=lambda: Session(self._heeded(connect_session(self._spec, self._options))),
-            log_end=lambda: _log_end(control),
-            status_seconds=self._status_seconds(stream),
-            tell=self._tell,
-        )
-        self._stream = None  # it is the reading's from here on
-        reading.acknowledge(self._acked)
+        reading = self._read(control, stream, assembler)
         self._heard_at, self._watched_at = time.monotonic(), float("-inf")
         self._heard = start
         if self._options.ddl_trigger and (first := watcher.look(start)) is not None:
@@ -213,6 +194,34 @@ class PostgresSource:
                 look = watcher.look(assembler.received)
                 if look is not None:
                     yield Block(look=look)
+
+    def _described(self, control: Connection, relation: Relation) -> Relation:
+        """A relation with all that is known of it: as the log told it, else as the catalog has it."""
+        described = self._told.get(relation.oid)
+        if described is None or not catalog.is_same(described, relation):
+            before = self._known.get(relation.oid)
+            described = catalog.enrich(control, relation, self._options.publications, before)
+        if described.enriched:
+            self._known[relation.oid] = described
+        described = replace(described, types=self._options.types.chosen)
+        check_wire(described, self._options.wire, control.info.server_version)
+        return described
+
+    def _read(self, control: Connection, stream: PGconn, assembler: Assembler) -> Reading:
+        """What reads the log, from here on with the stream that was opened."""
+        self._reading = reading = Reading(
+            self._options,
+            assembler,
+            stream=stream,
+            open_stream=self._checked_stream,
+            open_session=lambda: Session(self._heeded(connect_session(self._spec, self._options))),
+            log_end=lambda: _log_end(control),
+            status_seconds=self._status_seconds(stream),
+            tell=self._tell,
+        )
+        self._stream = None
+        reading.acknowledge(self._acked)
+        return reading
 
     def ack(self, position: int) -> None:
         """Acknowledge with the next status update, which is at most 100 ms away while capture streams."""

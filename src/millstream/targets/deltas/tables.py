@@ -77,13 +77,7 @@ def open_table(
     from deltalake import DeltaTable
 
     check_partitions(table, wanted, partition_by)
-
-    bad = [name for name in wanted.names if _NOT_IN_NAMES.search(name)]
-    if bad:
-        raise TargetRefused(
-            f"{table}: Delta has no columns named like {bad[0]!r}",
-            hint="rename it at the source, or leave the table out of this stream",
-        )
+    _check_names(table, wanted)
     handle = Handle.existing(path)
     if handle is None:
         path.mkdir(parents=True, exist_ok=True)
@@ -96,6 +90,24 @@ def open_table(
             f"{path} is a Delta table that this target did not make",
             hint="give the target an empty directory",
         )
+    _check_form(table, handle, write, partition_by)
+    if following is not None and handle.follow(table, wanted, following):
+        handle = Handle(DeltaTable(str(path)))
+    handle.complete(table, wanted)
+    return handle
+
+
+def _check_names(table: str, wanted: pa.Schema) -> None:
+    bad = [name for name in wanted.names if _NOT_IN_NAMES.search(name)]
+    if bad:
+        raise TargetRefused(
+            f"{table}: Delta has no columns named like {bad[0]!r}",
+            hint="rename it at the source, or leave the table out of this stream",
+        )
+
+
+def _check_form(table: str, handle: Handle, write: str, partition_by: Sequence[str]) -> None:
+    """What a table keeps for as long as it is there."""
     if handle.form() != write:
         raise TargetRefused(
             f"{table}: the Delta table was made with write: {handle.form()}, and this target says {write}",
@@ -108,10 +120,6 @@ def open_table(
             f"{', '.join(partition_by) or 'nothing'}",
             hint="a table keeps its partitions: write partition_by as it was, or give the stream a new target",
         )
-    if following is not None and handle.follow(table, wanted, following):
-        handle = Handle(DeltaTable(str(path)))
-    handle.complete(table, wanted)
-    return handle
 
 
 @dataclass(frozen=True)
