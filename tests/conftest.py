@@ -13,6 +13,7 @@ pytest_plugins = [
     "tests.fixtures.type_matrix",
     "tests.fixtures.engines",
     "tests.fixtures.s3",
+    "tests.fixtures.captures",
     "tests.fixtures.stream_files",
 ]
 

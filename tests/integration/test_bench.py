@@ -21,7 +21,8 @@ from millstream.cli.app import app
 from millstream.errors import BenchFailed
 from tests.fixtures.steps import Quiet
 
-pytestmark = pytest.mark.postgres
+# What capture costs is told by the name of its process.
+pytestmark = [pytest.mark.postgres, pytest.mark.own_capture]
 
 FEW = Part(20, 300)
 

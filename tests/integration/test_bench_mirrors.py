@@ -42,6 +42,7 @@ from millstream.engine.home import Home
 from millstream.errors import ConfigError
 
 pytestmark = [
+    pytest.mark.own_capture,
     pytest.mark.postgres,
     pytest.mark.skipif("MILLSTREAM_REHEARSE" not in os.environ, reason="takes two minutes: `make rehearse` runs it"),
 ]

@@ -45,6 +45,7 @@ def await_sealed(capture: Captured) -> None:
     pytest.fail("the segments were not sealed within a minute")
 
 
+@pytest.mark.own_capture
 def test_a_million_rows_in_one_transaction_keep_memory_small(database: Database, tmp_path: Path) -> None:
     count = 1_000_000
     database.sql("CREATE TABLE t (id int, v text)")

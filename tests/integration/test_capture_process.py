@@ -67,6 +67,7 @@ def holds_exactly_the_table(capture: Captured, database: Database) -> int:
     return len(rows)
 
 
+@pytest.mark.own_capture
 def test_changes_are_in_the_journal_soon_and_once_over_restarts(any_database: Database, tmp_path: Path) -> None:
     database = any_database
     database.sql(TABLE)

@@ -6,8 +6,6 @@ import os
 import pickle
 import signal
 import sqlite3
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -46,8 +44,9 @@ from millstream.transforms.compiled import compiled
 from millstream.transforms.shape import FieldFilter, Shape, Shaping, Step
 from tests.fixtures.baselines import TABLES, write
 from tests.fixtures.capture import drive, source_spec
+from tests.fixtures.forks import run
 from tests.fixtures.postgres import Database, fresh_database
-from tests.fixtures.repairing import do
+from tests.fixtures.repairing import do, do_what_is_in
 from tests.fixtures.type_oracle import available
 from tests.fixtures.type_oracle import texts as some_texts
 from tests.fixtures.typed_values import KINDS as TYPES
@@ -353,9 +352,8 @@ def test_a_repair_that_is_killed_is_done_by_the_next(
     plant(name, tmp_path, copy)
     for step in ["repair.table_committed"] if name == "delta" else ["repair.written", "repair.committed"]:
         (tmp_path / "work").write_bytes(pickle.dumps(compared.repair()))
-        command = [sys.executable, "-m", "tests.fixtures.repairing", str(tmp_path / "work")]
-        ended = subprocess.run(command, env={**os.environ, "MILLSTREAM_FAILPOINT": step}, check=False)
-        assert ended.returncode == -signal.SIGKILL, step
+        ended = run(do_what_is_in, str(tmp_path / "work"), environment={"MILLSTREAM_FAILPOINT": step})
+        assert ended.code == -signal.SIGKILL, (step, ended.stderr)
         assert bool(compared.differing()) == (step == "repair.written")
     if compared.differing():
         do(compared.repair())

@@ -148,15 +148,7 @@ class Supervisor:
             self._set_state("halted" if code == HALTED else "stopped")
 
     def _run_once(self) -> int:
-        process = subprocess.Popen(
-            # -P: a file in the working directory must not stand in for a module.
-            [sys.executable, "-P", "-m", "millstream.engine.capture_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            start_new_session=True,
-        )
+        process = start_process()
         with self._changed:
             self._process = process
             self._first_end, self._progressed = None, False
@@ -247,6 +239,19 @@ class Supervisor:
 
     def _tell(self, event: Event) -> None:
         self._observer.on_event(event)
+
+
+def start_process() -> subprocess.Popen[str]:
+    """The process, which waits for its order."""
+    return subprocess.Popen(
+        # -P: a file in the working directory must not stand in for a module.
+        [sys.executable, "-P", "-m", "millstream.engine.capture_process"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        start_new_session=True,
+    )
 
 
 def _close(process: subprocess.Popen[str]) -> None:
