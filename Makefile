@@ -52,7 +52,7 @@ rehearse: setup ## Run every bench of mirrors and whole engines once, small, to 
 lint: setup ## Check style, format and types
 	@$(PYTHON_IN_VENV) -m ruff check
 	@$(PYTHON_IN_VENV) -m ruff format --check
-	@$(PYTHON_IN_VENV) -m mypy
+	@MYPY_NUM_WORKERS=2 $(PYTHON_IN_VENV) -m mypy
 
 format: setup ## Put the code into its form
 	@$(PYTHON_IN_VENV) -m ruff check --fix
