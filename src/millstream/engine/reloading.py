@@ -28,21 +28,14 @@ from pyspark.sql import SparkSession
 from millstream.engine.backoff import Backoff
 from millstream.engine.batch import BatchResult
 from millstream.engine.chunk_jobs import BaselineStopped, run_chunks, source_turn
-from millstream.engine.copying import RANGES, Begun, Copying, SnapshotOld, Speed
+from millstream.engine.copying import Begun, Copying, SnapshotOld, Speed
 from millstream.engine.delivery_errors import is_transient, unexpected
 from millstream.engine.filling import Filling
 from millstream.engine.gate import withheld
 from millstream.engine.letters import LetterBox
 from millstream.engine.opening import Opened, Opening
-from millstream.engine.reload import (
-    DONE,
-    FAILED,
-    RELOAD,
-    RUNNING,
-    UNFINISHED,
-    can_reload,
-    table_waiting,
-)
+from millstream.engine.reload import DONE, FAILED, RUNNING, UNFINISHED, can_reload, table_waiting
+from millstream.engine.reload_notes import ReloadNotes
 from millstream.engine.turns import Turns
 from millstream.engine.watching import watched
 from millstream.errors import ConfigError, MillstreamError, OutOfRange, SourceHalted, SourceUnavailable
@@ -79,6 +72,7 @@ class Reloading:
         self._spec = spec
         self._target = target
         self._store = store
+        self._notes = ReloadNotes(store, stream.name, spec.name)
         self._opening = opening
         self._turns = turns
         self._tell = tell
@@ -93,9 +87,7 @@ class Reloading:
 
     def due(self) -> Json | None:
         """What is to be done, or to be gone on with."""
-        record = self._store.notes(self._stream.name, RELOAD).get(self._spec.name)
-        due = record is not None and record["state"] in UNFINISHED
-        return record if due and can_reload(self._target) else None
+        return self._notes.due() if can_reload(self._target) else None
 
     def begins(self) -> bool:
         """Whether something is due. The target is open: if it says itself that it lacks first rows, that is due."""
@@ -112,7 +104,7 @@ class Reloading:
         if record is None or not record.get("lost") or not self._opening.is_overtaken():
             return None
         # What was copied before the loss is out of date again.
-        self._save({**record, "tables": {}, "resolved": False})
+        self._notes.save({**record, "tables": {}, "resolved": False})
         self._letters.forget()
         self._store.set_needs_reload(self._stream.name, self._spec.name, None)
         gone = self._opening.skip()
@@ -123,7 +115,7 @@ class Reloading:
     def remembering(self, opened: Opened, but: str | None = None) -> Opened:
         """The opened target for batches that go on beside copies; `but` this table will have its copy now."""
         assert isinstance(self._target, Reloadable)  # noqa: S101 - `due` has looked
-        record = self._record()
+        record = self._notes.record()
         left = {name for name, one in record["tables"].items() if one["state"] in UNFINISHED} - {but}
         everything = record["all"] and not record["resolved"]
         # A table of which only a range comes has nothing to be made anew from.
@@ -192,7 +184,7 @@ class Reloading:
 
     def _copy_due(self, spark: SparkSession, opened: Opened) -> None:
         """Copy every table that is left. Raises what keeps it from that; tables that cannot be are marked so."""
-        while self._left():
+        while self._notes.is_left():
             try:
                 self._copy_under_one(spark, opened)
                 return
@@ -204,7 +196,7 @@ class Reloading:
         assert isinstance(self._target, Reloadable)  # noqa: S101 - `due` has looked
         with self._turn():
             self._target.settle_reload()
-        within = self._ranges(self._record())
+        within = self._ranges(self._notes.record())
         with closing(take_snapshot(self._stream.source, self._waits, wanted=self._wanted(within))) as snapshot:
             found = snapshot.plan
             seq = self._await_journal(found.position)
@@ -216,7 +208,7 @@ class Reloading:
 
     def _wanted(self, within: Mapping[str, KeyRange]) -> Wanted:
         """The tables that a snapshot is taken for, cut as they were before."""
-        record, kept = self._record(), self._kept().get("plans", {})
+        record, kept = self._notes.record(), self._notes.cut().get("plans", {})
         lists = (frozenset(record["names"]), tuple(record["patterns"]), tuple(record["excluded"]))
         return Wanted(*lists, all=record["all"], within=within, ranges=kept if self.filling.by_steps else None)
 
@@ -230,19 +222,13 @@ class Reloading:
             try:
                 found[name] = key_range(self._stream.source, name, where)
             except (ConfigError, SourceHalted) as wrong:
-                failed = {**table_waiting(where), "state": FAILED, "error": wrong.message}
-                self._save({**self._record(), "tables": {**self._record()["tables"], name: failed}})
+                self._notes.fail_table(name, where, wrong.message)
                 self._tell_failed(name, wrong)
         return found
 
-    def _left(self) -> bool:
-        """Whether something is still to be found or copied."""
-        record = self._record()
-        return not record["resolved"] or any(one["state"] in UNFINISHED for one in record["tables"].values())
-
     def _chosen(self, found: SnapshotPlan, seq: int, ranges: Mapping[str, KeyRange]) -> list[Copying]:
         """The tables to copy, the smallest first; what they are is written down."""
-        record = self._record()
+        record = self._notes.record()
         tables: dict[Relation, list[int]] = {}
         for number, chunk in enumerate(found.chunks):
             tables.setdefault(chunk.relation, []).append(number)
@@ -256,10 +242,10 @@ class Reloading:
                 )
                 known[name] = {**table_waiting(), "state": FAILED, "error": gone.message}
                 self._tell_failed(name, gone)
-        self._save({**record, "state": RUNNING, "resolved": True, "tables": {**known, **kept}})
+        self._notes.save({**record, "state": RUNNING, "resolved": True, "tables": {**known, **kept}})
         failpoint("reload.begun")
-        left = [one for one in tables if self._record()["tables"][one.table]["state"] in UNFINISHED]
-        begun = self._kept().get("table")
+        left = [one for one in tables if self._notes.record()["tables"][one.table]["state"] in UNFINISHED]
+        begun = self._notes.cut().get("table")
         left.sort(key=lambda one: (one.table != begun, sum(found.chunks[number].bytes for number in tables[one])))
         return [Copying(found, seq, one, tables[one][0], tables[one][-1] + 1, ranges.get(one.table)) for one in left]
 
@@ -273,11 +259,11 @@ class Reloading:
         except MillstreamError as failed:
             if failed.transient:
                 raise
-            self._save_table(name, state=FAILED, error=failed.message)
+            self._notes.save_table(name, state=FAILED, error=failed.message)
             self._tell_failed(name, failed)
             return
         self._forget(self._made_obsolete(copying, begun))
-        self._save_table(name, state=DONE, rows=rows, seconds_left=None)
+        self._notes.save_table(name, state=DONE, rows=rows, seconds_left=None)
         failpoint("reload.table_saved")
         fields = {"table": name, "rows": rows, "seq": copying.seq}
         self._tell("reload.table_finished", f"{name} is copied anew: {counted(rows, 'row')}", Level.INFO, fields)
@@ -285,14 +271,14 @@ class Reloading:
     def _begin(self, copying: Copying) -> Begun:
         """Where the table's copy begins, or goes on; written down before anything is copied."""
         name = copying.relation.table
-        table = self._record()["tables"][name]
-        known = Begun.known(copying, self._kept(), table)
+        table = self._notes.record()["tables"][name]
+        known = Begun.known(copying, self._notes.cut(), table)
         if known is not None and self._columns_changed(copying, SeqRange(table["points"][-1]["seq"], copying.seq)):
             # They are the same again, but the mirror may have been made anew in between, without what it had.
             known = None
         begun = known or Begun.anew(copying)
         point: Json = {"from": begun.done, "seq": copying.seq, "position": copying.found.position}
-        self._save_table(
+        self._notes.save_table(
             name,
             state=RUNNING,
             seq=copying.seq,
@@ -306,7 +292,7 @@ class Reloading:
         if known is None:
             # After the table is said to have nothing: else what is done of an older plan would count for this one.
             failpoint("reload.table_begun")
-            self._store.save_note(self._stream.name, self._spec.name, RANGES, begun.note(copying))
+            self._notes.save_cut(begun.note(copying))
         failpoint("reload.ranges_saved")
         return begun
 
@@ -333,7 +319,7 @@ class Reloading:
             came = result.superseded
             self._forget([one for one in self._letters_there() if one.event_id in came])
             done = chosen.stop - copying.first
-            self._save_table(name, done=done, rows=total, **speed.at(done, total))
+            self._notes.save_table(name, done=done, rows=total, **speed.at(done, total))
             failpoint("reload.step_saved")
         return total
 
@@ -421,22 +407,6 @@ class Reloading:
         except OutOfRange:
             return True  # the journal does not tell any more
 
-    # What is written down
-
-    def _record(self) -> Json:
-        return self._store.notes(self._stream.name, RELOAD)[self._spec.name]
-
-    def _kept(self) -> Json:
-        """How tables are cut, and which is at hand; empty if none is."""
-        return self._store.notes(self._stream.name, RANGES).get(self._spec.name, {})
-
-    def _save(self, record: Json) -> None:
-        self._store.save_note(self._stream.name, self._spec.name, RELOAD, record)
-
-    def _save_table(self, name: str, **changed: object) -> None:
-        record = self._record()
-        self._save({**record, "tables": {**record["tables"], name: {**record["tables"][name], **changed}}})
-
     def _letters_there(self) -> list[Letter]:
         return self._store.letters(self._stream.name, self._spec.name)
 
@@ -461,23 +431,19 @@ class Reloading:
 
     def _give_up(self, failed: MillstreamError) -> None:
         """Nothing that is left can be copied."""
-        record = self._record()
-        left = {name: one for name, one in record["tables"].items() if one["state"] in UNFINISHED}
-        names = left or {name: table_waiting() for name in record["names"] or ["*"]}
-        broken = {name: {**one, "state": FAILED, "error": failed.message} for name, one in names.items()}
-        self._save({**record, "resolved": True, "tables": {**record["tables"], **broken}})
+        self._notes.fail_rest(failed.message)
         fields = {"error": type(failed).__name__, "hint": failed.hint}
         self._tell("reload.failed", f"tables are not copied: {failed.message}", Level.ERROR, fields)
 
     def _finish(self) -> None:
         assert isinstance(self._target, Reloadable)  # noqa: S101 - the same
-        record = self._record()
+        record = self._notes.record()
         tables = record["tables"].values()
         state = FAILED if any(one["state"] == FAILED for one in tables) else DONE
         self.filling.end(record)
-        self._save({**record, "state": state, "finished_at": datetime.now(UTC).isoformat()})
+        self._notes.save({**record, "state": state, "finished_at": datetime.now(UTC).isoformat()})
         failpoint("reload.finished")
-        self._store.save_note(self._stream.name, self._spec.name, RANGES, {})
+        self._notes.save_cut({})
         self._target.settle_reload()
         rows = sum(one["rows"] for one in tables)
         said, level = f"{counted(len(tables), 'table')}, {counted(rows, 'row')}: {state}", Level.INFO
