@@ -10,6 +10,8 @@ from rich.text import Text
 
 from millstream.cli import columns as module
 from millstream.cli.columns import Column, print_columns
+from millstream.cli.dlq import _value
+from millstream.cli.output import in_words
 
 COLUMNS = (
     Column("id"),
@@ -61,3 +63,9 @@ def test_what_must_be_shown_is_shown_on_the_narrowest_one(monkeypatch: pytest.Mo
 
 def test_a_file_gets_all_columns_whatever_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
     assert printed(monkeypatch, 20, terminal=False) == printed(monkeypatch, 120)
+
+
+def test_values_are_said_in_words_and_not_as_python_writes_them() -> None:
+    assert [in_words(value) for value in (None, True, False, 0, "x")] == ["-", "yes", "no", "0", "x"]
+    values = (None, True, 1, "it's", ["a", None], {"ß": 2})
+    assert [_value(value) for value in values] == ["NULL", "true", "1", "it's", '["a", null]', '{"ß": 2}']

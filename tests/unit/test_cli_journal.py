@@ -203,7 +203,9 @@ def test_rebase_says_what_it_would_do_and_does_it_only_when_confirmed(home: Home
     store.close()
     asked = millstream("journal", "rebase", "shop", "--home", str(home.path))
     assert asked.exit_code == 0
-    assert "first_seq: 91\n" in asked.stdout
+    assert "first seq: 91\n" in asked.stdout
+    assert "{" not in asked.stdout, "targets stand on lines of their own"
+    assert "  shop/spare is at position " in asked.stdout
     assert asked.stdout.endswith("Nothing was done. Say it again with --confirm.\n")
     assert (home.journal_path("shop") / "journal.json").exists()
     done = millstream("journal", "rebase", "shop", "--confirm", "--json", "--home", str(home.path))

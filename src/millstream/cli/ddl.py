@@ -8,7 +8,7 @@ import typer
 
 from millstream.cli.columns import Column, print_columns
 from millstream.cli.homes import engine_of
-from millstream.cli.output import Home, Json, console, print_json
+from millstream.cli.output import Home, Json, console, in_words, print_json
 
 if TYPE_CHECKING:
     from millstream.registry.ddl import DdlEvent
@@ -51,7 +51,7 @@ def show(name: Stream, id: Id, home: Home = None, json: Json = False) -> None:
         return
     out = console()
     for key in ("stream", "id", "table", "version", "state", "policy", "fingerprint"):
-        out.print(f"{key}: {'-' if found[key] is None else found[key]}")
+        out.print(f"{key}: {in_words(found[key])}")
     out.print(f"decided at: {f'{event.decided.at:{_TIME}} UTC' if event.decided else '-'}")
     place, at = found["checkpoint"], f"{event.version.checkpoint.wall:{_TIME}} UTC"
     if found["since"] is None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from json import dumps
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from millstream.cli.columns import Column, print_columns
 from millstream.cli.homes import engine_of
-from millstream.cli.output import Home, Json, console, print_json
+from millstream.cli.output import Home, Json, console, in_words, print_json
 from millstream.errors import ConfigError
 from millstream.observe import counted
 
@@ -62,12 +63,12 @@ def show(
         return
     for key, value in found.items():
         if key != "change":
-            console().print(f"{key.replace('_', ' ')}: {'-' if value is None else value}")
+            console().print(f"{key.replace('_', ' ')}: {in_words(value)}")
     for part in ("values", "before"):
         for column, value in (found["change"][part] or {}).items():
             unsent = column in found["change"]["unchanged"] and part == "values"
-            text = "(unchanged, not sent)" if unsent else found["change"]["special"].get(column, value)
-            console().print(f"  {'old ' if part == 'before' else ''}{column} = {'NULL' if text is None else text}")
+            text = "(unchanged, not sent)" if unsent else _value(found["change"]["special"].get(column, value))
+            console().print(f"  {'old ' if part == 'before' else ''}{column} = {text}")
 
 
 @dlq.command()
@@ -117,6 +118,13 @@ def _numbers(
     if not ids and stream is None:
         raise ConfigError("which letters?", hint="give their numbers, or --stream NAME for all of a stream")
     return list(ids) if ids else [letter.id for letter in engine.dead_letters(stream, target, table)]
+
+
+def _value(value: object) -> str:
+    """A value of a row: texts as they are, others as in JSON, not as Python writes them."""
+    if value is None:
+        return "NULL"
+    return value if isinstance(value, str) else dumps(value, ensure_ascii=False)
 
 
 def _listed(letter: Letter) -> dict[str, Any]:

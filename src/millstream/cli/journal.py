@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from millstream.cli.journal_prune import prune
-from millstream.cli.output import Home, Json, console, print_json
+from millstream.cli.output import Home, Json, console, in_words, print_json
 from millstream.observe import counted
 
 if TYPE_CHECKING:
@@ -115,7 +115,10 @@ def rebase(
         return
     out = console()
     for key, value in plan.items():
-        out.print(f"{key}: {value}")
+        if key != "cursors":
+            out.print(f"{key.replace('_', ' ')}: {in_words(value)}")
+    for who, position in plan["cursors"].items():
+        out.print(f"  {who} is at position {position}")
     if not confirm:
         out.print("Nothing was done. Say it again with --confirm.")
 

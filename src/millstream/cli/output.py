@@ -53,6 +53,13 @@ def report_warning(problem: Problem) -> None:
     console(stderr=True).print(f"warning: {problem}", style="yellow")
 
 
+def in_words(value: object) -> str:
+    """One value of a result for people: yes or no, and - for what there is none of."""
+    if value is None or isinstance(value, bool):
+        return {None: "-", True: "yes", False: "no"}[value]
+    return str(value)
+
+
 def size(count: int | None) -> str:
     """A size for people: 1.5 MiB."""
     if count is None:

@@ -9,7 +9,7 @@ import typer
 
 from millstream.cli.columns import Column, print_columns
 from millstream.cli.homes import engine_of
-from millstream.cli.output import Home, Json, console, print_json, seconds, size
+from millstream.cli.output import Home, Json, console, in_words, print_json, seconds, size
 from millstream.observe import counted
 
 if TYPE_CHECKING:
@@ -103,8 +103,7 @@ def inspect(
         return
     for key, value in told.items():
         if key not in ("tables", "why_not"):
-            said = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
-            console().print(f"{key.replace('_', ' ')}: {said}")
+            console().print(f"{key.replace('_', ' ')}: {in_words(value)}")
     if why is not None:
         console().print(f"cannot be restored: {why}", style="yellow")
     for table in told["tables"]:
