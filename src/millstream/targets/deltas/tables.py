@@ -349,9 +349,10 @@ class Handle:
         """
         if self.files() <= most:
             return False
-        files = pa.table(self._table.get_add_actions(flatten=True))
-        small = files.filter(pc.less(files["size_bytes"], SMALL_BYTES))
         partitions = [f"partition.{name}" for name in self.partitions()]
+        files = pa.table(self._table.get_add_actions(flatten=True))
+        files = files.select(["size_bytes", "modification_time", *partitions])  # not what is known of each column
+        small = files.filter(pc.less(files["size_bytes"], SMALL_BYTES))
         if small.num_rows - small.group_by(partitions).aggregate([]).num_rows < most:
             return False
         found = (commit["timestamp"] for commit in self._table.history(most) if commit.get("operation") == "OPTIMIZE")
