@@ -272,14 +272,17 @@ class Guard:
         for batch in batches:
             batch = substituted(batch, self._it.repaired)
             pieces, begin = [], 0
-            for at in it.concerned(batch, self._it.left_out):
-                pieces += [batch.slice(begin, at - begin), *self._instead(it, batch.slice(at, 1))]
-                begin = at + 1
+            for number, at in it.concerned(batch, self._it.left_out):
+                row = batch.slice(number, 1)
+                instead = self._instead(it, row, at)
+                if len(instead) == 1 and instead[0] is row:
+                    continue
+                pieces += [batch.slice(begin, number - begin), *instead]
+                begin = number + 1
             yield pa.concat_batches([*pieces, batch.slice(begin)]) if pieces else batch
 
-    def _instead(self, it: _Concerned, row: pa.RecordBatch) -> list[pa.RecordBatch]:
+    def _instead(self, it: _Concerned, row: pa.RecordBatch, at: _Place) -> list[pa.RecordBatch]:
         """What goes on of a change. What it makes obsolete, or lacks, is noted."""
-        at = it.place(row)
         if row["_ms_event_id"][0].as_py() in self._it.left_out:
             if at.old is None or at.old == at.new or row["_ms_op"][0].as_py() != chr(Op.UPDATE):
                 return []
@@ -346,8 +349,8 @@ class _Concerned:
                 found.setdefault(one.key, []).append(one)
         return found
 
-    def concerned(self, batch: pa.RecordBatch, left_out: frozenset[str]) -> list[int]:
-        """The rows, in order, that are letters or may touch the row of one."""
+    def concerned(self, batch: pa.RecordBatch, left_out: frozenset[str]) -> Iterator[tuple[int, _Place]]:
+        """The rows, by their numbers and in order, that are letters or may touch the row of one."""
         mask = booleans(pc.is_in(batch["_ms_event_id"], pa.array(sorted(left_out), pa.string())))
         if self.held and self.key:
             keys = pa.array(list(self.by_key), pa.string())
@@ -363,11 +366,13 @@ class _Concerned:
                 at = _integers(pc.fill_null(places, -1), np.int32)
                 mask |= (at >= 0) & (seqs > first[at]) if len(first) else False
             mask |= one_letter(batch["_ms_op"]) == Op.TRUNCATE
-        return [int(at) for at in np.flatnonzero(mask)]
-
-    def place(self, row: pa.RecordBatch) -> _Place:
-        new, old = (text[0].as_py() for text in key_texts(row, self.key)) if self.key else (None, None)
-        return _Place(int(row["_ms_seq"][0].as_py()), new, old, position_of(row["_ms_position"][0].as_py()))
+        numbers = np.flatnonzero(mask)
+        # All at once: the texts of one row's key take as long as those of thousands.
+        rows = batch.take(whole_numbers(numbers))
+        texts = [one.to_pylist() for one in key_texts(rows, self.key)] if self.key else [[None] * len(numbers)] * 2
+        about = (rows[name].to_pylist() for name in ("_ms_seq", "_ms_position"))
+        for number, new, old, seq, position in zip(numbers.tolist(), *texts, *about, strict=True):
+            yield number, _Place(seq, new, old, position_of(position))
 
 
 def _integers(array: pa.Array, kind: type[np.int32] | type[np.int64]) -> npt.NDArray[Any]:
