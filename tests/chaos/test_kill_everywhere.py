@@ -114,6 +114,9 @@ LARGE = {"capture.spooled", "journal.flushed", "journal.rolled_inside", "journal
 
 PATIENCE = 700.0
 
+PAUSE = 0.002 if EACH else 0.02
+"""Seconds between two transactions of the load: the short form has both cores for starting again."""
+
 SHORT = {
     *("capture.slot_created", "capture.committed", "capture.acked", "capture.spooled"),
     *("journal.synced", "journal.head_published", "journal.rolled_inside"),
@@ -161,7 +164,7 @@ def run_until_fired(
             rig.one_large_transaction()
         return not missing()
 
-    with rig.trading():
+    with rig.trading(PAUSE):
         try:
             rig.await_sight(all_fired, "all kills", environment, PATIENCE)
         except AssertionError as late:
