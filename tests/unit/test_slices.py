@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from millstream.journal import JournalReader
 from millstream.journal.format import Slice
 from millstream.model import BatchLimits, SeqRange
+from millstream.sources.base import Block
 from millstream.spark.slices import Pacer, SliceOptions, SlicePartition, SliceReader, from_rows, to_rows
 from tests.fixtures.journals import Journal, shop_table
 
@@ -28,6 +30,34 @@ def test_a_full_batch_goes_at_once() -> None:
     pacer = Pacer(5000)
     pacer.clear(10.0)
     assert pacer.due(10.0, full=True)
+
+
+def test_many_changes_wait_for_more_while_more_come() -> None:
+    pacer = Pacer(200)
+    pacer.clear(10.0)
+    pacer.look(10.2, 1000)
+    assert pacer.due(10.25, full=False)
+    assert not pacer.due(10.25, full=False, many=True)
+    assert not pacer.due(10.25, full=True, many=True)
+    # The journal stands still.
+    pacer.look(10.5, 1000)
+    assert pacer.due(10.5, full=False, many=True)
+    # It has just come to where the source's log may end.
+    pacer.look(10.6, 1500, covered=True)
+    assert not pacer.due(10.6, full=False, many=True)
+    assert pacer.due(10.71, full=False, many=True)
+    # It grows, but that was long enough.
+    pacer.look(11.0, 2000)
+    assert pacer.due(11.0, full=False, many=True)
+
+
+@pytest.mark.parametrize(("max_ms", "seconds"), [(0, 0.0), (1, 0.005), (60_000, 60.0)])
+def test_how_long_many_changes_wait_follows_max_ms(max_ms: int, seconds: float) -> None:
+    pacer = Pacer(max_ms)
+    pacer.clear(0.0)
+    pacer.look(seconds, 1000)
+    assert pacer.due(seconds, full=False, many=True)
+    assert not seconds or not pacer.due(seconds - 0.001, full=False, many=True)
 
 
 def test_slices_travel_as_rows() -> None:
@@ -51,9 +81,10 @@ def journal(tmp_path: Path) -> Journal:
     return made
 
 
-def reader(journal: Journal, start: int = 0, **limits: int) -> SliceReader:
+def reader(journal: Journal, start: int = 0, *, gathers: bool = False, **limits: int) -> SliceReader:
     bounds = BatchLimits(**{"max_ms": 0, "max_bytes": 1 << 30, "max_events": 1 << 30, **limits})
-    return SliceReader(SliceOptions(tuple(journal.locations), start, bounds, 4, str(journal.path / "ready")))
+    ready = str(journal.path / "ready")
+    return SliceReader(SliceOptions(tuple(journal.locations), start, bounds, 4, ready, gathers=gathers))
 
 
 def test_a_batch_starts_where_the_epoch_does(journal: Journal) -> None:
@@ -84,6 +115,28 @@ def test_who_is_behind_by_more_than_a_batch_gets_several_at_once(journal: Journa
     assert ends == [600, 1000, 1000]
     events = reader(journal, max_bytes=size.bytes, max_events=250)
     assert events.latestOffset({"seq": 0}, events.getDefaultReadLimit()) == {"seq": 200}
+
+
+@pytest.mark.parametrize(
+    ("gathers", "visible", "covered", "end"),
+    [(True, 2, False, 0), (False, 2, False, 200), (True, 10, False, 800), (True, 2, True, 200)],
+    ids=["waits", "no mirror", "no room for more", "no more there"],
+)
+def test_a_mirror_is_not_given_a_batch_while_more_of_a_backlog_comes(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch, gathers: bool, visible: int, covered: bool, end: int
+) -> None:
+    monkeypatch.setattr("millstream.spark.slices.LONGEST_POLL", 0.0)
+    monkeypatch.setattr("millstream.spark.slices.STILL_COVERED", 0.0)
+    for _ in range(visible):
+        journal.transaction([("public.orders", i, "x" * 100) for i in range(100)])
+    if covered:
+        journal.writer.append(Block(progress=journal.position + 50))
+        journal.commit()
+    size = JournalReader(journal.locations).plan_end(0, max_events=100, max_bytes=1 << 30)
+    assert size is not None
+    planning = reader(journal, gathers=gathers, max_ms=60_000, max_bytes=2 * size.bytes)
+    planning._pacer.clear(time.monotonic())
+    assert planning.latestOffset({"seq": 0}, planning.getDefaultReadLimit()) == {"seq": end}
 
 
 def test_nothing_due_is_the_start_again(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,10 +104,12 @@ def deliver(
     targets: Mapping[str, Json],
     equal: Callable[[Connection], bool],
     ready: Callable[[], None] = lambda: None,
+    target_cpu: Callable[[], float] | None = None,
 ) -> Taken:
     """Time from capture's connection to the server until the last batch of the last target is visible.
 
-    `ready` is called before the clock starts; `equal` at the end, with a connection to the source.
+    `ready` is called before the clock starts; `equal` at the end, with a connection to the source. `target_cpu` says
+    what a target that is no process of ours has used so far.
     """
     home = Home(scratch / "home").create()
     journal = home.journal_path(SOURCE)
@@ -116,15 +118,19 @@ def deliver(
     seconds, cpu = 0.0, {}
     with backlog.cut_off(journal) as line, backlog.connect() as connection:
 
+        def used() -> dict[str, float]:
+            others = {"server": backlog.server_cpu()} | ({"target": target_cpu()} if target_cpu else {})
+            return engine_cpu() | others
+
         def conduct() -> None:
             nonlocal seconds, cpu
             # The stream has delivered before, and now waits for its server: nothing of its start is in the way.
             arrivals.await_seq(backlog.warm)
             ready()
-            before = engine_cpu() | {"server": backlog.server_cpu()}
+            before = used()
             began = line.restore()
             seconds = arrivals.await_seq(backlog.goal) - began
-            cpu = spent(before, engine_cpu() | {"server": backlog.server_cpu()})
+            cpu = spent(before, used())
 
         stream.run(file, home, arrivals, conduct)
         exact = content.journal_equals(journal, backlog) and equal(connection)

@@ -11,7 +11,7 @@ from millstream.bench.frame import BASELINE, OURS, Settings, Taken, Way, alterna
 from millstream.bench.keyed import Keyed
 from millstream.bench.live import another_server, fresh_database
 from millstream.bench.mix import Part, parts
-from millstream.bench.rig import Connection, Rig, rig
+from millstream.bench.rig import Connection, Rig, rig, server_cpu
 from millstream.embedded import EmbeddedPostgres
 from millstream.model import Json
 
@@ -72,6 +72,7 @@ def _postgres_ways(made: Rig, other: EmbeddedPostgres) -> dict[str, Way]:
 
             keys = {"kind": "postgres", "uri": uri, "batch": BATCH}
             settled = partial(subscription.settle, copy)
-            return deliver(made.scratch("run"), made.of(part), {TARGET: keys}, equal, settled)
+            used = partial(server_cpu, other)
+            return deliver(made.scratch("run"), made.of(part), {TARGET: keys}, equal, settled, used)
 
     return {BASELINE: baseline, OURS: ours}

@@ -97,21 +97,8 @@ class Backlog:
         return psycopg.connect(self.uri, autocommit=True)
 
     def server_cpu(self) -> float:
-        """Processor seconds that the server has used so far; processes of it that have ended count too.
-
-        One that ends while it is counted goes over to the postmaster's account and may be missed, or counted twice:
-        so it is counted until two counts agree.
-        """
-        postmaster = self.server.pid
-        last: float | None = None
-
-        def agreed() -> float | None:
-            nonlocal last
-            before = last
-            last = sum(cpu_seconds(pid) for pid in descendants(postmaster)) + cpu_seconds(postmaster)
-            return last if before is not None and abs(last - before) < CPU_NOISE else None
-
-        return await_value(agreed, "the server is idle", seconds=60, every=0.1)
+        """Processor seconds that the server has used so far."""
+        return server_cpu(self.server)
 
     def source(self, **options: Any) -> SourceSpec:
         return _source(self.uri, **options)
@@ -128,6 +115,24 @@ class Backlog:
         shutil.copytree(self.directory / "journal", journal)
         with self.slot(SLOT), Line(self.uri) as line:
             yield line
+
+
+def server_cpu(server: EmbeddedPostgres) -> float:
+    """Processor seconds that a server has used so far; processes of it that have ended count too.
+
+    One that ends while it is counted goes over to the postmaster's account and may be missed, or counted twice:
+    so it is counted until two counts agree.
+    """
+    postmaster = server.pid
+    last: float | None = None
+
+    def agreed() -> float | None:
+        nonlocal last
+        before = last
+        last = sum(cpu_seconds(pid) for pid in descendants(postmaster)) + cpu_seconds(postmaster)
+        return last if before is not None and abs(last - before) < CPU_NOISE else None
+
+    return await_value(agreed, "the server is idle", seconds=60, every=0.1)
 
 
 class Line:

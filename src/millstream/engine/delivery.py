@@ -15,7 +15,7 @@ from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from millstream.config.kinds import is_mirror
+from millstream.config.kinds import is_mirror, keeps_history
 from millstream.engine.account import Account
 from millstream.engine.backoff import Backoff
 from millstream.engine.baseline import Baseline
@@ -277,7 +277,13 @@ class DeliveryQuery:
             self._batches.go_on(self._reloading.remembering(opened))
         parallel = self._batches.parallel = cores_of(self._spark) if self._target.capabilities.parallel else 1
         options = SliceOptions(
-            opened.plan.locations, opened.start_seq, self._spec.limits, parallel, ready="", until=self._until
+            opened.plan.locations,
+            opened.start_seq,
+            self._spec.limits,
+            parallel,
+            ready="",
+            until=self._until,
+            gathers=is_mirror(self._spec) and not keeps_history(self._spec),
         )
         name = f"{self._stream.name}/{self._spec.name}"
         # A run with an end comes to it when the copies have.

@@ -65,6 +65,14 @@ QUIET = 5.0
 
 BACKLOG = 4
 """Who is behind by more than a batch gets so many at once: a batch has a price, whatever it holds."""
+GATHERING, GATHERING_SECONDS = 5, 1.0
+"""Many changes may wait for more, while these keep coming, so many times `max_ms`, and so long at most: see `Pacer`."""
+MANY = 64
+"""Many are as much as this part of a full batch."""
+STILL = 0.3
+"""Seconds after which no more are taken to come: capture makes visible what it has more often than that,"""
+STILL_COVERED = 0.1
+"""and when it has read the source's log beyond the last change, which may be the log's end."""
 LONGEST_POLL = 1.0
 """Seconds after which `latestOffset` answers even if nothing is due, so that Spark can stop the query."""
 
@@ -81,6 +89,8 @@ class SliceOptions:
     """A file that is made once the planning process answers: before that no other query may start."""
     until: int | None = None
     """Where a query with an end ends, if that is before the journal does."""
+    gathers: bool = False
+    """Whether the target writes a row once, however often a batch changes it: then fewer batches are less work."""
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -117,15 +127,31 @@ class Pacer:
 
     def __init__(self, max_ms: int) -> None:
         self._max = max_ms / 1000
+        self._gathering = min(GATHERING * self._max, GATHERING_SECONDS)
         self._waiting_since = float("-inf")
+        self._moved_at = float("-inf")
+        self._visible = -1
+        self._still = STILL
 
     def clear(self, now: float) -> None:
         """Nothing is pending at this moment."""
         self._waiting_since = now
 
-    def due(self, now: float, *, full: bool) -> bool:
-        """Whether pending rows must go now."""
-        return full or now - self._waiting_since >= self._max
+    def look(self, now: float, visible: int, *, covered: bool = False) -> None:
+        """The journal's visible end is there now. `covered`: capture has read the source's log beyond it."""
+        self._still = STILL_COVERED if covered else STILL
+        if visible != self._visible:
+            self._visible, self._moved_at = visible, now
+
+    def due(self, now: float, *, full: bool, many: bool = False) -> bool:
+        """Whether pending rows must go now. `many`: they are so many that more of them are worth a longer wait.
+
+        So it is while capture hands over a backlog. The wait ends when the journal does not grow any more.
+        """
+        waited = now - self._waiting_since
+        if many and now - self._moved_at < self._still:
+            return waited >= (self._gathering if full else max(self._max, self._gathering))
+        return full or waited >= self._max
 
 
 class SlicePartition(InputPartition):
@@ -182,16 +208,22 @@ class SliceReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         visible = head.seq if head else start
         if self._until is not None:
             visible = min(visible, self._until)
+        self._pacer.look(now, visible, covered=head is not None and head.covered > head.resume_position)
         if visible <= start:
             self._pacer.clear(now)
             return None
         limits = self._options.limits
         planned = self._journal.plan_end(start, max_events=limits.max_events, max_bytes=limits.max_bytes)
-        if planned is None or not (self._until is not None or self._pacer.due(now, full=planned.full)):
+        if planned is None:
             return None
+        full = planned.full
         if planned.end < visible:
             more = BACKLOG * limits.max_bytes
             planned = self._journal.plan_end(start, max_events=limits.max_events, max_bytes=more) or planned
+        has_room = planned.end >= visible
+        many = self._options.gathers and has_room and planned.bytes >= limits.max_bytes // MANY
+        if self._until is None and not self._pacer.due(now, full=full, many=many):
+            return None
         end = planned.end if self._until is None else min(planned.end, self._until)
         if end >= visible:
             self._pacer.clear(now)
