@@ -14,7 +14,8 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
-from millstream.engine import delivery, redelivery
+from millstream.engine import batches, delivery, redelivery
+from millstream.engine.batch import run_batch
 from millstream.engine.home import Home
 from millstream.engine.redelivery import Outcome, Redelivery
 from millstream.engine.reload import RELOAD, AskedTables, waiting
@@ -262,6 +263,28 @@ def test_a_target_whose_rows_are_still_to_come_goes_on_with_any_number_of_letter
     shop.journal.append(ORDERS, [insert(str(n), "bad", "d") for n in range(5, 8)])
     if on_overflow is OnOverflow.HALT:
         assert "3 dead letters there, and 3 more changes refused" in str(shop.deliver(DeadLetters(max=2)))
+
+
+def test_changes_of_one_row_that_all_lack_a_value_are_found_in_few_tries(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[int] = []
+
+    def counted(*arguments: Any) -> Any:
+        tries.append(1)
+        return run_batch(*arguments)
+
+    monkeypatch.setattr(batches, "run_batch", counted)
+    busy = [update(["5", f"state {n}", ...]) for n in range(8)]
+    shop.journal.append(ORDERS, [insert("6", "six", "doc 6"), *busy, update(["6", "again", ...])])
+    assert shop.deliver() is None
+    assert [letter[2] for letter in shop.letters()] == ["missing_base"] * 8
+    assert len(tries) == 4, "as it is, to find the last of them, to find the others, and without them"
+    assert shop.rows() == [(6, "again", "doc 6")]
+    shop.journal.append(ORDERS, [update(["5", "whole", "doc 5"])])
+    assert shop.deliver() is None
+    assert shop.letters() == []
+    assert shop.rows() == [(5, "whole", "doc 5"), (6, "again", "doc 6")]
 
 
 def test_the_oldest_letters_are_dropped_where_that_was_asked_for(shop: Shop) -> None:

@@ -147,6 +147,7 @@ class LetterBox:
             {**self._wanted, **(unshapable or {})},
             frozenset(self._wanted),
             dict(self._completed),
+            frozenset(event for event, kind in self._recorded.items() if kind == MISSING_BASE),
         )
         return replace(plan, outstanding=outstanding)
 

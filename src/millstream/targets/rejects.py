@@ -126,6 +126,8 @@ class Outstanding:
     """Those of them that nothing fails on, but that the target lacks values for: the source's changes are wanted."""
     completed: Mapping[str, bytes] = field(default_factory=dict)
     """By event id changes of the source that were completed before filters and transforms get them."""
+    lacking: frozenset[str] = frozenset()
+    """Those of `left_out` that are changes of this very batch, and lack values that nobody has."""
 
 
 def packed(rows: pa.Table | pa.RecordBatch) -> bytes:
@@ -261,7 +263,7 @@ class Guard:
         if not (held or self._it.left_out or self._it.repaired):
             return batches
         key = mirror_key(relation) if self._it.mirrors else ()
-        return self._passed(_Concerned(relation, relation_id, key, held), batches)
+        return self._passed(_Concerned(relation, relation_id, key, held, self._it.lacking), batches)
 
     def check(self) -> None:
         """Raise RowsRejected if a change cannot be taken as it is."""
@@ -289,20 +291,26 @@ class Guard:
             # What the row was called before is free, whatever became of the row.
             self._supersede(self._open(it, {at.old}, at), at.seq)
             return [_as_delete(row)]
+        if at.seq < it.lacked_at.get(at.new, 0) and not at.moves and relies_on_its_row(row, 0):
+            # The one after it lacks what this one does not have either. Were they told one by one, each would be a try.
+            return self._reject(it, row)
         all_rows = row["_ms_op"][0].as_py() == chr(Op.TRUNCATE)
         older = self._open(it, None if all_rows else {at.new, at.old, EVERY_ROW}, at)
         letters = [one for one in older if one.until is None]
         if older and relies_on_its_row(row, 0):
             if letters or (at.moves and any(one.key in (at.old, EVERY_ROW) for one in older)):
-                found = pa.Table.from_batches([row])
-                self.rejects.append(reject(it.relation, it.relation_id, found, it.key, MissingBase(_MISSING)))
-                return []
+                return self._reject(it, row)
             if not at.moves:
                 # What it takes from its row is in doubt as before.
                 return [row]
         self._supersede([one for one in older if all_rows or one.key != EVERY_ROW], at.seq)
         misleads = letters and not all_rows and it.relation.identity == "f"
         return _afresh(row, at.new, at.old) if misleads else [row]
+
+    def _reject(self, it: _Concerned, row: pa.RecordBatch) -> list[pa.RecordBatch]:
+        found = pa.Table.from_batches([row])
+        self.rejects.append(reject(it.relation, it.relation_id, found, it.key, MissingBase(_MISSING)))
+        return []
 
     def _supersede(self, older: Sequence[Held], seq: int) -> None:
         for one in older:
@@ -340,6 +348,13 @@ class _Concerned:
     relation_id: int
     key: tuple[str, ...]
     held: Sequence[Held]
+    lacking: frozenset[str]
+
+    @cached_property
+    def lacked_at(self) -> Mapping[str | None, int]:
+        """By key the last change of this batch that lacks values which nobody has."""
+        own = [one for one in self.held if one.event_id in self.lacking and one.key is not None]
+        return {one.key: one.seq for one in sorted(own, key=lambda one: one.seq)}
 
     @cached_property
     def by_key(self) -> Mapping[str | None, Sequence[Held]]:
@@ -366,6 +381,8 @@ class _Concerned:
                 at = _integers(pc.fill_null(places, -1), np.int32)
                 mask |= (at >= 0) & (seqs > first[at]) if len(first) else False
             mask |= one_letter(batch["_ms_op"]) == Op.TRUNCATE
+        if self.lacked_at and self.key:
+            mask |= booleans(pc.is_in(key_texts(batch, self.key)[0], pa.array(list(self.lacked_at), pa.string())))
         numbers = np.flatnonzero(mask)
         # All at once: the texts of one row's key take as long as those of thousands.
         rows = batch.take(whole_numbers(numbers))
