@@ -96,7 +96,7 @@ ELSEWHERE = {
         ("state.letters_added", "letters.recorded", "letters.redelivered", "state.letters_removed"),
         "tests/integration/test_letter_kills.py",
     ),
-    "state.doubts_added": "tests/unit/test_doubts.py",
+    **dict.fromkeys(("state.doubts_added", "state.doubts_set"), "tests/unit/test_doubts.py"),
     # The chaos journal has no limit.
     "state.reload_saved": "tests/conformance/test_state_sqlite.py",
     # Nobody changes the chaos stream while it runs, or replays it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sqlite3
 import struct
@@ -17,6 +18,7 @@ from millstream.engine import delivery, doubts, repair, witness
 from millstream.model import Relation, SourceSpec
 from millstream.sources.base import KeyRows
 from millstream.state.sqlite import SqliteStateStore
+from millstream.targets.rejects import EVERY_ROW
 from millstream.transforms.shape import FieldFilter, Shape
 from tests.fixtures import delivering
 from tests.fixtures.delivery import Bench
@@ -216,20 +218,25 @@ def test_a_changelog_is_given_a_value_only_if_it_was_the_rows_then(
 def deliver_moved(root: str) -> int:
     """In a process of its own, with the source as it is after the row has moved."""
     vars(repair)["read_keys"] = reading(MOVED, AFTER_ALL)
+    vars(doubts)["MOST_DOUBTS"] = int(os.environ.get("MOST_DOUBTS", doubts.MOST_DOUBTS))
     return delivering.deliver(root, "sqlite", {"path": f"{root}/copy.db"})
 
 
-@pytest.mark.parametrize("at", ["state.doubts_added", "lane.committed"])
-def test_what_is_in_doubt_is_known_to_who_comes_after_a_kill(tmp_path: Path, at: str) -> None:
+@pytest.mark.parametrize(
+    ("at", "most", "known"),
+    [("state.doubts_added", 1, "1"), ("state.doubts_set", 0, EVERY_ROW), ("lane.committed", 1, "1")],
+)
+def test_what_is_in_doubt_is_known_to_who_comes_after_a_kill(tmp_path: Path, at: str, most: int, known: str) -> None:
     journal = Journal.create(tmp_path / "journal")
     journal.append(ORDERS, [update(["1", "b", ...])])
-    killed = run(deliver_moved, str(tmp_path), environment={"MILLSTREAM_FAILPOINT": at})
+    limited = {"MOST_DOUBTS": str(most)}
+    killed = run(deliver_moved, str(tmp_path), environment=limited | {"MILLSTREAM_FAILPOINT": at})
     assert killed.code == -signal.SIGKILL, killed.stderr
     with closing(SqliteStateStore(tmp_path / "state.db")) as store:
-        assert [one.key for one in store.doubts("shop", "log")] == ["1"]
+        assert [one.key for one in store.doubts("shop", "log")] == [known]
     journal.append(ORDERS, [update(["2", "b", ...], key=["1", None, None])])
     journal.append(ORDERS, [insert("1", "b", "other")])
-    ended = run(deliver_moved, str(tmp_path))
+    ended = run(deliver_moved, str(tmp_path), environment=limited)
     assert ended.code == 0, ended.stderr
     assert rows(tmp_path) == [(1, "b", "other"), (2, "b", "doc")]
     with closing(SqliteStateStore(tmp_path / "state.db")) as store:

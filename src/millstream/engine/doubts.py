@@ -49,9 +49,8 @@ def remember_doubts(store: StateStore, stream: str, target: str, outcome: Repair
     if not lasting:
         return
     known = {one.event_id: one for one in (*doubts(store, stream, target), *lasting)}
-    told = few(list(known.values()))
-    if len(told) < len(known):
-        store.set_doubts(stream, target, _remembered(stream, target, told))
+    if len(known) > MOST_DOUBTS:
+        store.set_doubts(stream, target, _remembered(stream, target, few(list(known.values()))))
     else:
         store.add_doubts(_remembered(stream, target, lasting))
 

@@ -101,7 +101,7 @@ class SqliteLetters(ABC):
         with self._write("remember what is in doubt") as db:
             db.execute("delete from doubts where stream = ? and target = ?", (stream, target))
             _add_doubts(db, doubts)
-        failpoint("state.doubts_added")
+        failpoint("state.doubts_set")
 
     def set_needs_reload(self, stream: str, target: str, reason: str | None) -> None:
         with self._write("remember that a target needs a reload") as db:
