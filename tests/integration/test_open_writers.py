@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -154,3 +154,47 @@ def test_who_waits_for_a_prepared_transaction_gives_up_in_time_and_preflight_tel
             (orders,) = [chunk for chunk in taken.plan.chunks if chunk.relation.name == "orders"]
             with pytest.raises(SourceUnavailable, match=r"public\.orders has been locked by somebody else for 1 s"):
                 list(read_chunk(spec, taken.plan, orders))
+
+
+ROLLED_BACK = """
+DO $$ BEGIN
+  FOR number IN 1..2000 LOOP
+    BEGIN
+      INSERT INTO items VALUES (1000 + number, 'undone');
+      RAISE EXCEPTION 'undone';
+    EXCEPTION WHEN raise_exception THEN NULL;
+    END;
+  END LOOP;
+END $$
+"""
+
+
+def test_a_snapshot_is_taken_again_where_the_server_cannot_list_what_it_leaves_out(
+    database: Database, tmp_path: Path
+) -> None:
+    """A snapshot names the transactions that it does not show, and the server has room for so many only."""
+    database.sql(TABLES)
+    told: list[str] = []
+    with drive(database, tmp_path), ExitStack() as stack:
+        first, second, third = (stack.enter_context(database.connect(autocommit=False)) for _ in range(3))
+        first.execute("INSERT INTO orders VALUES (101, 'open')")
+
+        def waits(what: str) -> None:
+            """The server waits for those who were there when it began, then for those who came meanwhile."""
+            told.append(what)
+            if f"process {first.info.backend_pid} " in what:
+                second.execute("INSERT INTO orders VALUES (102, 'open')")
+                first.commit()
+            elif f"process {second.info.backend_pid} " in what:
+                third.execute("INSERT INTO orders VALUES (103, 'open')")
+                database.sql(ROLLED_BACK)
+                database.sql("INSERT INTO items VALUES (2, 'after all of them')")
+                second.commit()
+            elif "too much was going on" in what:
+                third.commit()
+
+        with closing(take_snapshot(source_spec(database), waits)) as taken:
+            (orders,) = [chunk for chunk in taken.plan.chunks if chunk.relation.name == "orders"]
+            copied = sum(len(rows) for rows in read_chunk(source_spec(database), taken.plan, orders))
+    assert any("too much was going on" in what for what in told), told
+    assert copied == 23

@@ -47,6 +47,13 @@ class RelationLog:
             raw = self._path.read_bytes()
             if new:
                 sync_directory(directory)
+        try:
+            self._take_in(raw, least_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_in(self, raw: bytes, least_bytes: int) -> None:
         whole = raw[: raw.rfind(b"\n") + 1]
         if len(whole) < least_bytes:
             raise JournalCorrupt(f"{self._path} has {len(whole)} bytes of the {least_bytes} that were committed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -55,25 +56,33 @@ class JournalWriter:
         self._lock = lock
         old = read_head(path)
         self._epoch = next_epoch(path)
-        self._relations = RelationLog(path, old.relations_bytes if _same(old, header) and old else 0)
-        state = recover(path, header, old, self._epoch)
-        self._pending = Pending(state.end)
-        self._tail = Tail(
-            path / SEGMENTS,
-            header.journal_id,
-            self._epoch,
-            mark=state.mark,
-            end=state.end,
-            segment_bytes=segment_bytes,
-        )
-        self._flush_bytes = flush_bytes
-        sealer = Sealer(path / SEGMENTS, header.journal_id, self._epoch, segment_bytes)
-        self._closed = ClosedSegments(path, state.manifest, state.superseded, sealer)
-        self._head_file = HeadFile(path)
-        self._publish()
-        tables, reader = [one.table for one in self._relations.described], JournalReader([str(path)])
-        self._schemas = SchemaLog(path, tables, state.end.seq, tenant, reader.schemas_of_rows)
-        self._looks = LookFile(path, state.end.covered)
+        # Whoever could not open a journal tries again, and shall not run out of files by it.
+        with ExitStack() as opened:
+            self._relations = RelationLog(path, old.relations_bytes if _same(old, header) and old else 0)
+            opened.callback(self._relations.close)
+            state = recover(path, header, old, self._epoch)
+            self._pending = Pending(state.end)
+            self._tail = Tail(
+                path / SEGMENTS,
+                header.journal_id,
+                self._epoch,
+                mark=state.mark,
+                end=state.end,
+                segment_bytes=segment_bytes,
+            )
+            opened.callback(self._tail.close)
+            self._flush_bytes = flush_bytes
+            sealer = Sealer(path / SEGMENTS, header.journal_id, self._epoch, segment_bytes)
+            self._closed = ClosedSegments(path, state.manifest, state.superseded, sealer)
+            opened.callback(self._closed.close)
+            self._head_file = HeadFile(path)
+            opened.callback(self._head_file.close)
+            self._publish()
+            tables, reader = [one.table for one in self._relations.described], JournalReader([str(path)])
+            self._schemas = SchemaLog(path, tables, state.end.seq, tenant, reader.schemas_of_rows)
+            opened.callback(self._schemas.close)
+            self._looks = LookFile(path, state.end.covered)
+            opened.pop_all()
 
     @classmethod
     def create(

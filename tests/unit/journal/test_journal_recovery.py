@@ -113,6 +113,13 @@ def test_a_flipped_byte_in_the_last_group_is_corruption_when_the_head_names_it(t
         with pytest.raises(JournalCorrupt, match="was committed"):
             JournalWriter.open(tmp_path / "j")
         assert path.stat().st_size == len(raw), "nothing was cut"
+    assert not open_below(tmp_path), "who tries again and again does not run out of files"
+
+
+def open_below(directory: Path) -> list[str]:
+    """The files there that this process has open."""
+    found = [entry.readlink() for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    return [str(path) for path in found if path.is_relative_to(directory)]
 
 
 def test_bytes_after_a_damaged_group_show_that_it_was_committed(tmp_path: Path) -> None:
@@ -241,6 +248,7 @@ def test_a_changed_relation_is_corruption(tmp_path: Path) -> None:
         JournalReader([str(tmp_path / "j")]).relations()
     with pytest.raises(JournalCorrupt, match="line 2"):
         JournalWriter.open(tmp_path / "j")
+    assert not open_below(tmp_path)
 
 
 step = st.one_of(

@@ -248,9 +248,15 @@ def value_encoding(connection: PGconn) -> str:
     return UNKNOWN_ENCODING if stored == UNKNOWN_ENCODING else SESSION_SETTINGS["client_encoding"]
 
 
+class Crossed(SourceUnavailable):
+    """What others did at that moment was in the way (SQLSTATE 40001): the same may succeed at once."""
+
+
 def translate(sqlstate: str | None, message: str, doing: str) -> SourceError:
     """Our error for one of the server's, by its SQLSTATE. `message` is the server's primary message."""
     text = f"{doing}: {message}"
+    if sqlstate == "40001":
+        return Crossed(text)
     if sqlstate is None or _TRANSIENT_STATES.fullmatch(sqlstate):
         return SourceUnavailable(text)
     if sqlstate == "42501":

@@ -33,6 +33,7 @@ from millstream.sources.postgres.blockers import open_transactions
 from millstream.sources.postgres.chunks import described, plan_chunks, published
 from millstream.sources.postgres.connection import (
     Connection,
+    Crossed,
     command,
     connect,
     connect_replication,
@@ -122,7 +123,18 @@ def _export(control: Connection, exporter: PGconn, options: PostgresOptions, on_
 
     # Unique on the server while the connection lives, and within the 63 bytes of a name.
     slot = f"{options.slot[:40]}_snapshot_{exporter.backend_pid}"
-    made = command(exporter, f'CREATE_REPLICATION_SLOT "{slot}" TEMPORARY LOGICAL pgoutput EXPORT_SNAPSHOT', waits)
+    made = None
+    while made is None:
+        try:
+            made = command(
+                exporter, f'CREATE_REPLICATION_SLOT "{slot}" TEMPORARY LOGICAL pgoutput EXPORT_SNAPSHOT', waits
+            )
+        except Crossed:
+            # A snapshot lists the transactions that it leaves out. Those that were rolled back, or are open, while the
+            # oldest one was can be more than the server has room for; the next one begins after them.
+            if (time.monotonic() - waited) * 1000 > options.snapshot_wait:
+                raise
+            on_wait("the snapshot is taken again: too much was going on to list what it leaves out")
     ((_, point, name, _),) = made
     if name is None or point is None:
         raise SourceHalted("the server made a slot without a snapshot")
