@@ -70,6 +70,8 @@ def test_a_mirror_has_the_rows_inside_the_filter_after_any_history(
         database.sql(
             "ALTER TABLE item ADD COLUMN later numeric(10,2); UPDATE item SET later = id / 3.0 WHERE id % 2 = 0"
         )
+        # A column comes with the first row inside the filter that has it.
+        database.sql("INSERT INTO item (id, name, later) VALUES (9000, '0.1 and inside', 3)")
         trader.trade(20)
         mirror(capture, copy, Shape(fields=(NAMED,), transforms=(large,)), seed)
     columns = {"item": "id, name, later", "whole": "id, name, body", "pair": "a, b, name", "keyless": "name, body"}
