@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +20,7 @@ from millstream.model import Relation, SeqRange
 from millstream.targets.base import LaneBatch, Part, TargetContext
 from millstream.targets.delta import DeltaLane, DeltaOptions, DeltaTarget
 from millstream.targets.deltas import writer
-from millstream.targets.deltas.tables import Handle
+from millstream.targets.deltas.tables import CHECKPOINT_COMMITS, Handle
 from tests.fixtures.baselines import TABLES, write
 from tests.fixtures.capture import captured
 from tests.fixtures.examples import examples
@@ -174,7 +176,7 @@ def test_a_value_that_was_not_sent_is_the_tables_own_where_the_row_was(tmp_path:
     lake.deliver(THINGS, [*moves, update(["3", "changed", ...])])
     rows = lake.table().select(["id", "a", "doc"]).sort_by("id").to_pylist()
     assert [tuple(row.values()) for row in rows] == [(1, "y", "second"), (3, "changed", "third"), (9, "x", "first")]
-    with pytest.raises(MissingBase, match=r"public\.t: 1 changed rows lack a value"):
+    with pytest.raises(MissingBase, match=r"public\.t: a value of 1 changed row was not sent"):
         lake.deliver(THINGS, [update(["77", "y", ...])])
 
 
@@ -250,12 +252,37 @@ def compactions(path: Path) -> int:
     return sum(commit["operation"] == "OPTIMIZE" for commit in DeltaTable(str(path)).history())
 
 
+def test_tables_that_are_written_alike_are_compacted_one_after_another(tmp_path: Path) -> None:
+    lake = Lake(tmp_path, write="changelog", compact_files=3)
+    tables = [replace(THINGS, name=name) for name in "abc"]
+    seen = []
+    for number in range(6):
+        rows = [assemble(journal_rows([insert("1", "x", "y")], 3 * number + n), THINGS, n, "aaaa") for n in (1, 2, 3)]
+        parts = [Part(about, n, iter([row])) for n, (about, row) in enumerate(zip(tables, rows, strict=True), 1)]
+        lake.batch(SeqRange(3 * number, 3 * number + 3), parts)
+        seen.append([compactions(tmp_path / f"public.{name}") for name in "abc"])
+    assert seen[2:] == [[0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1]]
+
+
 def test_what_a_compaction_cannot_write_together_is_no_reason_for_another(tmp_path: Path) -> None:
     lake = Lake(tmp_path, write="changelog", compact_files=4, partition_by={"public.t": ["a"]})
     for number in range(30):
         lake.deliver(THINGS, [insert(str(number), f"x{number % 6}", "y")])
     assert len(DeltaTable(str(tmp_path / "public.t")).file_uris()) <= 6 + 4
     assert compactions(tmp_path / "public.t") == 6, "six files that stay, then four more each time"
+
+
+@pytest.mark.parametrize("form", ["mirror", "changelog", "scd2"])
+def test_opening_a_table_does_not_become_slower_with_its_commits(tmp_path: Path, form: str) -> None:
+    lake = Lake(tmp_path, write=form)
+    log = tmp_path / "public.t" / "_delta_log"
+    for number in range(2 * CHECKPOINT_COMMITS + 2):
+        lake.deliver(THINGS, [insert(str(number), "x", "y")])
+        commits = sorted(int(path.stem) for path in log.glob("*.json"))
+        summed_up = max([int(path.name.partition(".")[0]) for path in log.glob("*.checkpoint.parquet")], default=-1)
+        assert len([one for one in commits if one > summed_up]) <= CHECKPOINT_COMMITS
+        listed = json.loads((tmp_path / "_millstream" / "commits" / f"{number + 1:020d}.json").read_text())
+        assert [file["version"] for file in listed["files"]] == commits[-1:], "a commit lists the newest version"
 
 
 def test_small_files_between_large_ones_wait_for_others(tmp_path: Path) -> None:

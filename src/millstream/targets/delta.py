@@ -30,7 +30,7 @@ from pydantic_core import PydanticCustomError
 from millstream.errors import DependencyError, MissingBase, RowRefused, TargetRefused
 from millstream.failpoint import failpoint
 from millstream.latest import SEQ
-from millstream.model import Json, Relation, SeqRange
+from millstream.model import Relation, SeqRange
 from millstream.targets.base import (
     Capabilities,
     Correction,
@@ -58,6 +58,10 @@ from millstream.targets.lanes.runs import Run
 from millstream.targets.lanes.tables import mirror_key
 from millstream.targets.rejects import AT_ONCE, Reject, RowsRejected, rejected
 
+COMPACTED_SHARE = 10
+"""Of so many tables of a batch one is compacted after it: those that are written alike come to it at the same time, and
+the batch that would compact them all would be late."""
+
 
 class DeltaOptions(BaseModel):
     """Options of a target of kind `delta`."""
@@ -83,7 +87,7 @@ class DeltaOptions(BaseModel):
         description="By table (`schema.table`) the columns by whose values its files are kept apart.",
     )
     compact_files: int = Field(
-        100,
+        20,
         gt=1,
         description="A table is compacted after a batch when that saves so many small data files, and as many came "
         "since the last time.",
@@ -262,7 +266,13 @@ class DeltaLane:
             spooled = spool(batch, Path(scratch), messages=self.options.write == "changelog")
             batch.check_complete()
             failpoint("delta.read")
-            written = [self._write(table, batch) for table in spooled]
+            written, room = [], -(-len(spooled) // COMPACTED_SHARE)
+            for table in spooled:
+                writer = Writer(self, table.relation)
+                self._write(writer, table, batch)
+                version = writer.finish(compacts=room > 0)
+                room -= writer.compacted
+                written.append({"table": table.relation.table, "path": writer.name, "version": version})
             failpoint("delta.written")
             with directory.locked():
                 directory.check_owner(self.context)
@@ -352,9 +362,9 @@ class DeltaLane:
             writer = Writer(self, relation)
             return writer.write_again(writer.keyed(Run(relation, relation_id, change)))
 
-    def _write(self, table: Spooled, batch: LaneBatch) -> Json:
-        """Bring one table to the end of the batch. Returns what the batch's commit says of it."""
-        writer, range = Writer(self, table.relation), batch.range
+    def _write(self, writer: Writer, table: Spooled, batch: LaneBatch) -> None:
+        """Bring one table to the end of the batch."""
+        range = batch.range
         if range.start == range.end:
             with self._isolating(writer, table.runs, batch, baseline=True):
                 writer.write_baseline(table.relation, [run() for run in table.runs], range.end)
@@ -367,7 +377,6 @@ class DeltaLane:
                 with self._isolating(writer, [read], batch, baseline=False):
                     name = table.relation.table
                     writer.write_changes(run, renewing=self.renewed is None or name in self.renewed)
-        return {"table": table.relation.table, "path": writer.name, "version": writer.finish()}
 
     @contextmanager
     def _isolating(

@@ -31,6 +31,8 @@ PART_BYTES = 64 << 20
 """and put together until they are so many bytes, where long runs are worked on faster."""
 SMALL_BYTES = 50_000_000
 """Of files below this any two fit into one: a compaction aims at twice as much."""
+CHECKPOINT_COMMITS = 10
+"""After so many commits the table's log is summed up. Who opens the table reads every commit since then, one by one."""
 KEEP_HOURS = 24 * 7
 """Files that no version needs any more stay so long for readers of older versions."""
 
@@ -68,21 +70,27 @@ def open_table(
     following: Following | None = None,
     *,
     write: str,
+    there: Handle | None = None,
 ) -> Handle:
     """The table, with at least these columns. Raises TargetRefused when it cannot hold them, or is not `owner`'s.
 
     `following` says how it follows the source's; None: it only gets the columns that it lacks. `write` is the form that
-    the table has.
+    the table has. `there` is the table, where it has been opened already.
     """
     from deltalake import DeltaTable
 
     check_partitions(table, wanted, partition_by)
     _check_names(table, wanted)
-    handle = Handle.existing(path)
+    handle = there or Handle.existing(path)
     if handle is None:
         path.mkdir(parents=True, exist_ok=True)
         made = DeltaTable.create(
-            str(path), wanted, mode="ignore", description=owner, partition_by=list(partition_by) or None
+            str(path),
+            wanted,
+            mode="ignore",
+            description=owner,
+            partition_by=list(partition_by) or None,
+            configuration={"delta.checkpointInterval": str(CHECKPOINT_COMMITS)},
         )
         return Handle(made)
     if handle.owner() != owner:

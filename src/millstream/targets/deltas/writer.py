@@ -76,10 +76,14 @@ class Writer:
         self._partition_by = place.partitions(relation)
         self._compact_files = place.compact_files
         self._commits = 0
+        self.compacted = False
+        """Whether the last `finish` wrote files together."""
+        self._committed: Handle | None = None
+        """The table after a commit of changes, if that was the last one: to open it anew is to read its log anew."""
 
     def keyed(self, run: Run) -> Run:
         """The run with the key by which the table's rows are told, where its description does not say it."""
-        there = Handle.existing(self._path) if self._form.keyed and not run.relation.enriched else None
+        there = self.existing() if self._form.keyed and not run.relation.enriched else None
         return run if there is None else replace(run, relation=with_key(run.relation, there.schema()))
 
     def write_changes(self, run: Run, *, renewing: bool = False) -> None:
@@ -88,7 +92,7 @@ class Writer:
         `renewing`: a table that cannot follow the source's is made anew, and gets its other rows in another way.
         """
         wanted = self.schema_of(run.relation)
-        existing = Handle.existing(self._path)
+        existing = self.existing()
         known = existing.transaction_version(self.app) if existing else None
         if known is not None and run.changes[SEQ][-1].as_py() <= known:
             # Of a batch that comes again. The table's columns may be those of later changes.
@@ -99,7 +103,7 @@ class Writer:
             if changes.num_rows:
                 self._form.write(table, run.relation, changes, self.said)
 
-        self.attempt(wanted, run.relation, commit, renewing=renewing)
+        self._committed = self.attempt(wanted, run.relation, commit, renewing=renewing, there=existing)
         failpoint("delta.table_committed")
 
     def rejects(self, run: Run, scratch: Path, *, baseline: bool) -> list[Reject]:
@@ -130,7 +134,7 @@ class Writer:
     def write_again(self, run: Run) -> bool:
         """One change that is not of the batch at hand. False if the table has it, or a newer row, already."""
         done = False
-        existing = Handle.existing(self._path)
+        existing = self.existing()
         if self._form.keyed and existing is not None:
             refuse_other_names(run.relation, existing.schema(), self.schema_of(run.relation))
 
@@ -163,7 +167,7 @@ class Writer:
             failpoint("delta.baseline_part_committed")
 
     def _clear(self, relation: Relation, seq: int) -> None:
-        if Handle.existing(self._path) is None:
+        if self.existing() is None:
             return
         wanted = self.schema_of(relation)
         self.attempt(wanted, relation, lambda table: table.append(wanted.empty_table(), self.said(seq), overwrite=True))
@@ -185,14 +189,17 @@ class Writer:
 
         self.attempt(wanted, wrong.relation, commit)
 
-    def finish(self) -> int | None:
-        """Keep the number of files small. Returns the table's version; None when there is no table."""
-        table = Handle.existing(self._path)
+    def finish(self, *, compacts: bool = True) -> int | None:
+        """Keep the number of files small, unless that shall wait: whether it `compacts`.
+
+        Returns the table's version; None when there is no table.
+        """
+        table = self._committed or self.existing()
         if table is None:
             return None
-        compacted = table.is_scattered(self._compact_files) and table.compact()
+        self.compacted = compacts and table.is_scattered(self._compact_files) and table.compact()
         # A mirror of a few files has as few after each commit, which writes one of them anew.
-        if compacted or table.version() % SWEEP_COMMITS < self._commits:
+        if self.compacted or table.version() % SWEEP_COMMITS < self._commits:
             table.sweep()
         return table.version()
 
@@ -209,24 +216,33 @@ class Writer:
         return commit(app or self.app, seq, baseline=baseline)
 
     def attempt(
-        self, wanted: pa.Schema, relation: Relation, commit: Callable[[Handle], None], *, renewing: bool = False
-    ) -> None:
+        self,
+        wanted: pa.Schema,
+        relation: Relation,
+        commit: Callable[[Handle], None],
+        *,
+        renewing: bool = False,
+        there: Handle | None = None,
+    ) -> Handle:
         """Commit to the table, made or completed to have these columns; again if somebody else was faster.
 
-        `renewing`: what is in a table that cannot follow the source's need not be kept.
+        `renewing`: what is in a table that cannot follow the source's need not be kept. `there` is the table, where it
+        has just been opened. Returns the table that was given to `commit`.
         """
         from deltalake.exceptions import CommitFailedError, DeltaError
 
         keyed = self._form.keyed
         constant = constants(relation) if keyed else None
         how = Following(self._stream, constant, keyed and self._drops, keyed and renewing)
+        self._committed = None
         for _ in range(TRIES):
             try:
-                commit(self._open(relation, wanted, how))
+                table = self._open(relation, wanted, how, there)
+                commit(table)
                 self._commits += 1
-                return
+                return table
             except CommitFailedError:
-                continue
+                there = None
             except DeltaError as failed:
                 # Its words may hold a row's value.
                 raise row_error(relation.table, str(failed)) or TargetRefused(
@@ -235,5 +251,8 @@ class Writer:
                 ) from None
         raise TargetUnavailable(f"{relation.table}: others commit to the table all the time")
 
-    def _open(self, relation: Relation, wanted: pa.Schema, how: Following | None) -> Handle:
-        return open_table(self._path, relation.table, wanted, self._owner, self._partition_by, how, write=self._write)
+    def _open(
+        self, relation: Relation, wanted: pa.Schema, how: Following | None, there: Handle | None = None
+    ) -> Handle:
+        owner, by = self._owner, self._partition_by
+        return open_table(self._path, relation.table, wanted, owner, by, how, write=self._write, there=there)
