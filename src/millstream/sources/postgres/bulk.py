@@ -7,9 +7,11 @@ So after any error the journal's end alone says where to go on.
 
 Each call decodes a stretch of the log, and starts to read it where the oldest transaction began
 that was open: what lies between that place and the stretch is read again, though not sent again.
-A stretch is therefore at least twice as long as what is read again for it. The server keeps the
-result of a call in a temporary file, which bounds the stretch, and sends nothing before the call is
-over: the first stretch is short.
+To read something again takes a tenth of the time that it takes to decode it. So a stretch is at least
+as long as what is read again for it. The server keeps the result of a call in a temporary file, which
+bounds the stretch, and sends nothing before the call is over: the first stretches are short, and so are
+the last ones, since nobody has anything to do before the one, and the server has nothing to do after the
+other.
 
 A stream, when it begins, reads everything again that the slot still holds back, however little of it
 it sends. So who has caught up may go on here for a while: the copy holds nothing back.
@@ -34,13 +36,13 @@ from millstream.sources.postgres.lsn import format_lsn
 from millstream.sources.postgres.session import Refused, Session, Turns
 from millstream.sources.postgres.waiting import turns
 
-FIRST_BYTES = 16 << 20
+FIRST_BYTES = 8 << 20
 """The log of the first call: nobody has anything to do before its rows come. Each later one takes twice as much,"""
 STRETCH_BYTES = 64 << 20
 """up to this, or more where much is read again for it,"""
 LONGEST_BYTES = 512 << 20
 """and at most this;"""
-SHORTEST_BYTES = 16 << 20
+SHORTEST_BYTES = 8 << 20
 """but near the end of the log it may be as short as this."""
 RESULT_BYTES = 512 << 20
 """What the server may have to keep of one call, but for a single transaction that is larger."""
@@ -204,10 +206,10 @@ def stretch_bytes(usual: int, reread: int, left: int) -> int:
     """How much of the log the next call decodes, which reads `reread` bytes of it again and finds `left` new ones.
 
     The rows of the last stretch are worked on while the server has nothing to do. So what is left is not taken at
-    once but in a longer and a shorter part, unless more than little would be read again for the second.
+    once but half of it, and half of the rest, unless much more would be read again for it than there is to decode.
     """
-    stretch = min(max(usual, 2 * reread), LONGEST_BYTES)
-    return min(stretch, max(SHORTEST_BYTES, left * 3 // 5)) if reread <= left // 4 else stretch
+    stretch = min(max(usual, reread), LONGEST_BYTES)
+    return min(stretch, max(SHORTEST_BYTES, left // 2)) if reread <= 3 * left else stretch
 
 
 def _place(rows: list[tuple[str | None, ...]]) -> Place:
