@@ -26,7 +26,7 @@ from millstream.spark.baseline import BaselinePlan
 from millstream.targets.base import Attempt, Receipt
 from tests.fixtures.capture import source_spec
 from tests.fixtures.engines import await_that
-from tests.fixtures.inprocess import FakeNumbers, FakeSpark
+from tests.fixtures.inprocess import FakeSpark, FakeTasks
 from tests.fixtures.postgres import Database
 from tests.integration.test_reload import Everywhere
 
@@ -39,19 +39,18 @@ INSERT INTO big SELECT i, repeat('x', 450) FROM generate_series(1, {ROWS}) i;
 """
 
 
-class ThreadedNumbers(FakeNumbers):
-    def collect(self) -> list[dict[str, Any]]:
-        batches = [pa.RecordBatch.from_pydict({"id": list(task)}) for task in self._tasks]
+class ThreadedTasks(FakeTasks):
+    def collect(self) -> list[Any]:
         with ThreadPoolExecutor(4) as pool:
-            done = pool.map(lambda batch: list(self._function(iter([batch]))), batches)
-            return [row for parts in done for part in parts for row in part.to_pylist()]
+            done = pool.map(lambda one: list(self._function(iter([one]))), self._given)
+            return [row for rows in done for row in rows]
 
 
 class ThreadedSpark(FakeSpark):
     """Runs four tasks at a time."""
 
-    def range(self, start: int, end: int, step: int, partitions: int) -> FakeNumbers:
-        return ThreadedNumbers(range(start, end, step), partitions)
+    def parallelize(self, given: Sequence[Any], tasks: int) -> FakeTasks:
+        return ThreadedTasks(given)
 
 
 class Counting:

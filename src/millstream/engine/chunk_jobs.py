@@ -8,7 +8,7 @@ job at a time reads a source, of no more tasks than may have a session, and each
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -16,13 +16,13 @@ from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from millstream.engine.batch import BatchResult, collected
+from millstream.engine.batch import BatchResult, Receipted, collected
 from millstream.engine.turns import Turns
 from millstream.model import SourceSpec
 from millstream.sources import copy_limits
-from millstream.spark.baseline import BaselinePlan, baseline_function
+from millstream.spark.baseline import BaselinePlan
+from millstream.spark.job import run_numbered
 from millstream.spark.shaped_baseline import run_shaped_baseline
-from millstream.spark.stage import RECEIPT_DDL
 
 _lines: dict[str, Turns] = {}
 """Who reads a source that is limited, by the source's address."""
@@ -99,14 +99,15 @@ def _part(plan: BaselinePlan, begin: int, end: int) -> BaselinePlan:
 
 def _run(spark: SparkSession, plan: BaselinePlan, stopping: threading.Event, *, parallel: bool) -> BatchResult:
     """In one job."""
-    count = max(1, len(plan.snapshot.chunks))
-    numbers = spark.range(0, count, 1, count if parallel else 1)
+    numbers = range(len(plan.snapshot.chunks))
+    # Where there is nothing to read, a lane still gets its cursor.
+    tasks = [[number] for number in numbers] if parallel and numbers else [list(numbers)]
     try:
-        rows = None
+        rows: Sequence[Receipted] | None = None
         if plan.shaping is not None and plan.shaping.shape.in_spark:
             rows = run_shaped_baseline(spark, plan)
         if rows is None:
-            rows = numbers.mapInArrow(baseline_function(plan), RECEIPT_DDL).collect()
+            rows = run_numbered(spark.sparkContext, plan, tasks)
     except (PySparkException, Py4JError):
         if stopping.is_set():
             # Not an error: the job was cancelled because we asked for it.

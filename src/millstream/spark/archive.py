@@ -73,7 +73,7 @@ def _run_a_stream(spark: SparkSession, scratch: Path) -> None:
     options = SliceOptions((str(journal),), 0, BatchLimits(0, 1 << 20, 1000), 2, ready="")
 
     def deliver(_: SeqRange) -> None:
-        # A batch of changes, and what a baseline does.
+        # A batch of changes, and one in which SQL has a part.
         spark.sparkContext.parallelize([0], 1).mapPartitions(lambda tasks: tasks).collect()
         spark.range(1).mapInArrow(lambda batches: batches, "id bigint").collect()
 

@@ -6,7 +6,7 @@ one transaction. Only receipts leave a task, as in `stage`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -63,21 +63,14 @@ def chunk_staged() -> None:
     failpoint("snapshot.chunk_staged")
 
 
-def baseline_function(plan: BaselinePlan) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """The function for `mapInArrow`: numbers of chunks in, receipts out."""
-
-    def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        context = TaskContext.get()
-        attempt = context.taskAttemptId() if context else 0
-        numbers = [int(number) for batch in batches for number in batch.column(0).to_pylist()]
-        # Where there is nothing to read, a lane still gets its cursor.
-        numbers = [number for number in numbers if number < len(plan.snapshot.chunks)]
-        try:
-            yield from read_chunks(plan, numbers, attempt)
-        except Exception as failed:  # noqa: BLE001 - named to the driver, which raises it there
-            yield error_row(describe(failed))
-
-    return run
+def read_in_task(plan: BaselinePlan, numbers: Sequence[int]) -> Iterator[pa.RecordBatch]:
+    """What a task does with the numbers of its chunks. Yields receipts."""
+    context = TaskContext.get()
+    attempt = context.taskAttemptId() if context else 0
+    try:
+        yield from read_chunks(plan, numbers, attempt)
+    except Exception as failed:  # noqa: BLE001 - named to the driver, which raises it there
+        yield error_row(describe(failed))
 
 
 def read_chunks(

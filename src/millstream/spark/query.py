@@ -27,6 +27,14 @@ BatchFunction = Callable[[SeqRange], None]
 
 READY_TIMEOUT = 60.0
 
+_LOGS_AS_PLAIN_FILES = {
+    "fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
+    "fs.file.impl.disable.cache": "true",
+}
+"""How a query's own session writes Spark's logs. By default Hadoop keeps a checksum beside each file, and starts the
+program `chmod` for both of them, twice: eight processes a batch, which take longer than what is written. The setting is
+no other session's, since some of Hadoop takes a local file system for the kind with checksums."""
+
 _starting = threading.Lock()
 """Spark gives a source's planning process ten seconds to connect: queries start one after another."""
 
@@ -63,10 +71,13 @@ class SliceQuery:
         for leftover in checkpoint.parent.glob(".ready-*"):
             leftover.unlink()
         self._ready = checkpoint.parent / f".ready-{uuid4().hex}"
-        spark.dataSource.register(SliceSource)
+        own = spark.newSession()
+        for key, value in _LOGS_AS_PLAIN_FILES.items():
+            own.conf.set(key, value)
+        own.dataSource.register(SliceSource)
         plan = replace(options, ready=str(self._ready)).encode()
         writer = (
-            spark.readStream.format(FORMAT)
+            own.readStream.format(FORMAT)
             .option("plan", plan)
             .load()
             .writeStream.queryName(name)
