@@ -4,6 +4,11 @@ import io.debezium.engine.RecordChangeEvent;
 import io.debezium.engine.format.ChangeEventFormat;
 import java.io.BufferedReader;
 import java.io.InputStreamReader;
+import java.sql.Connection;
+import java.sql.DriverManager;
+import java.sql.PreparedStatement;
+import java.sql.ResultSet;
+import java.sql.SQLException;
 import java.util.List;
 import java.util.Properties;
 import java.util.concurrent.CountDownLatch;
@@ -17,15 +22,24 @@ import org.apache.kafka.connect.source.SourceRecord;
  * Drains slots through Debezium's embedded engine into a sink that only counts.
  *
  * Each line of standard input is an order: host, port, database, user, slot, publication, number of changes, with
- * tabs between. Each is answered by a line: nanoseconds from the start of the engine to its first change, from its
- * first change to its last, then how many inserts, updates and deletes came. Or "error" and why. One process takes
- * many orders, so that its code is compiled and warm after the first.
+ * tabs between. Each is answered by a line: nanoseconds from when the server took the connection that the slot is
+ * streamed over, by the server's own word, to the first change, and to the last, then how many inserts, updates and
+ * deletes came. Or "error" and why. One process takes many orders, so that its code is compiled and warm after the
+ * first.
  */
 public final class Counter {
     private static final long LONGEST_MINUTES = 30;
 
+    private static final String AGE =
+            "SELECT (extract(epoch FROM clock_timestamp() - a.backend_start) * 1000000000)::int8 "
+                    + "FROM pg_replication_slots s JOIN pg_stat_activity a ON a.pid = s.active_pid "
+                    + "WHERE s.slot_name = ?";
+
+    private final String[] order;
     private final long expected;
+    private final CountDownLatch asked = new CountDownLatch(1);
     private final CountDownLatch over = new CountDownLatch(1);
+    private volatile long connected;
     private long first;
     private long last;
     private long inserts;
@@ -33,26 +47,26 @@ public final class Counter {
     private long deletes;
     private String error;
 
-    private Counter(long expected) {
-        this.expected = expected;
+    private Counter(String[] order) {
+        this.order = order;
+        this.expected = Long.parseLong(order[6]);
     }
 
     public static void main(String[] arguments) throws Exception {
         BufferedReader orders = new BufferedReader(new InputStreamReader(System.in));
         for (String line = orders.readLine(); line != null; line = orders.readLine()) {
             String[] order = line.split("\t");
-            System.out.println(new Counter(Long.parseLong(order[6])).drain(order));
+            System.out.println(new Counter(order).drain());
             System.out.flush();
         }
         System.exit(0);
     }
 
-    private String drain(String[] order) throws Exception {
+    private String drain() throws Exception {
         ExecutorService thread = Executors.newSingleThreadExecutor();
-        long began = System.nanoTime();
         DebeziumEngine<RecordChangeEvent<SourceRecord>> engine = DebeziumEngine.create(
                         ChangeEventFormat.of(Connect.class))
-                .using(properties(order))
+                .using(properties())
                 .using((success, message, cause) -> end(success ? null : message + ": " + cause))
                 .notifying(this::take)
                 .build();
@@ -65,10 +79,10 @@ public final class Counter {
             String why = error != null ? error : count() + " of " + expected + " changes came";
             return "error\t" + why.replaceAll("\\s+", " ");
         }
-        return (first - began) + "\t" + (last - first) + "\t" + inserts + "\t" + updates + "\t" + deletes;
+        return (first - connected) + "\t" + (last - connected) + "\t" + inserts + "\t" + updates + "\t" + deletes;
     }
 
-    private static Properties properties(String[] order) {
+    private Properties properties() {
         Properties chosen = new Properties();
         chosen.setProperty("name", "bench");
         chosen.setProperty("connector.class", "io.debezium.connector.postgresql.PostgresConnector");
@@ -96,6 +110,8 @@ public final class Counter {
             throws InterruptedException {
         if (first == 0) {
             first = System.nanoTime();
+            // On a thread of its own: it shall not take Debezium's time.
+            new Thread(this::askSince).start();
         }
         for (RecordChangeEvent<SourceRecord> event : events) {
             count(event.record());
@@ -104,7 +120,25 @@ public final class Counter {
         committer.markBatchFinished();
         if (count() >= expected) {
             last = System.nanoTime();
+            asked.await();
             over.countDown();
+        }
+    }
+
+    /** When, by this process's clock, the server took the connection that the slot is streamed over. */
+    private void askSince() {
+        String url = "jdbc:postgresql://" + order[0] + ":" + order[1] + "/" + order[2];
+        try (Connection connection = DriverManager.getConnection(url, order[3], "");
+                PreparedStatement query = connection.prepareStatement(AGE)) {
+            query.setString(1, order[4]);
+            try (ResultSet row = query.executeQuery()) {
+                row.next();
+                connected = System.nanoTime() - row.getLong(1);
+            }
+        } catch (SQLException failed) {
+            end("who streams the slot: " + failed.getMessage());
+        } finally {
+            asked.countDown();
         }
     }
 

@@ -135,13 +135,13 @@ def test_drain_is_checked_to_the_last_row(
     monkeypatch.setattr(drain, "warm_up", lambda *_: None)
     monkeypatch.setattr(debezium, "missing", lambda: None)
     monkeypatch.setattr(debezium, "name", lambda: "Debezium")
-    stand_in(tmp_path, monkeypatch, r"2000000000\t1500000000\t180\t90\t30")
+    stand_in(tmp_path, monkeypatch, r"2000000000\t3500000000\t180\t90\t30")
     code, found = bench("drain", "--repeat", "1")
     assert code == 0
     assert (found["name"], found["rows"], found["equal"], found["must"]) == ("drain", 300, True, 1.5)
     (rival,) = found["rivals"]
     assert (rival["baseline"], rival["must"], rival["equal"]) == ("Debezium", 4, True)
-    assert rival["runs"][0]["baseline_start_seconds"] == 2.0
+    assert rival["runs"][0]["baseline_first_seconds"] == 2.0
     (run,) = found["runs"]
     assert {"server", "capture", "jvm", "driver"} <= set(run["cpu_seconds"])
     assert "trouble" not in run
@@ -192,11 +192,11 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str) -> No
 
 
 def test_debezium_counts_by_operation(backlog: Backlog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(tmp_path, monkeypatch, r"2000000000\t1500000000\t180\t90\t30")
+    stand_in(tmp_path, monkeypatch, r"2000000000\t3500000000\t180\t90\t30")
     with debezium.Debezium(tmp_path / "log") as process:
         taken = process.drain(backlog)
-    assert (taken.seconds, taken.equal, taken.extra) == (1.5, True, {"start_seconds": 2.0})
-    stand_in(tmp_path, monkeypatch, r"2000000000\t1500000000\t180\t90\t31")
+    assert (taken.seconds, taken.equal, taken.extra) == (3.5, True, {"first_seconds": 2.0})
+    stand_in(tmp_path, monkeypatch, r"2000000000\t3500000000\t180\t90\t31")
     with debezium.Debezium(tmp_path / "log") as process:
         assert not process.drain(backlog).equal
     stand_in(tmp_path, monkeypatch, r"error\tno such slot")

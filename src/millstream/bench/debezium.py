@@ -1,7 +1,7 @@
 """Debezium beside us: its embedded engine, with a sink that only counts, on a copy of the same slot.
 
-`bench/debezium/build` in a clone of the project fetches it with Maven and compiles `Counter.java`. Time is taken
-from the first change that reaches the sink to the last: what its start takes is left out, and told beside it.
+`bench/debezium/build` in a clone of the project fetches it with Maven and compiles `Counter.java`. Its clock is that of
+all others: it starts when the server takes the connection over which it streams, and ends with the last change.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Debezium:
         to_first, to_last, *counts = map(int, answer)
         reference = backlog.reference.operations
         equal = counts == [reference[operation] for operation in "IUD"]
-        return Taken(to_last / 1e9, equal, extra={"start_seconds": round(to_first / 1e9, 3)})
+        return Taken(to_last / 1e9, equal, extra={"first_seconds": round(to_first / 1e9, 3)})
 
     def _ask(self, order: str) -> list[str]:
         process = self._process

@@ -43,8 +43,10 @@ def _kind(pid: int) -> str | None:
         return "capture"
     if "java" in command.split("\0")[0]:
         return "jvm"
-    # The server belongs to us too, and is counted by its own word on who serves capture.
-    return "workers" if "python" in command.split("\0")[0] and "guard.py" not in command else None
+    # The server belongs to us too, and is counted by its own word on who serves capture. Its programs lie below a
+    # directory of Python's.
+    program = Path(command.split("\0")[0]).name
+    return "workers" if program.startswith("python") and "guard.py" not in command else None
 
 
 class Meter:
