@@ -180,7 +180,7 @@ def test_versions_that_had_ended_before_a_column_came_never_had_it(tmp_path: Pat
 def test_what_nobody_sent_is_refused_and_so_are_names_and_forms_that_collide(tmp_path: Path) -> None:
     history = History(tmp_path / "one")
     history.deliver(THINGS, [insert("1", "x", "d")])
-    with pytest.raises(MissingBase, match="1 changed rows lack a value"):
+    with pytest.raises(MissingBase, match="a value of 1 changed row was not sent"):
         history.deliver(THINGS, [update(["77", "y", ...])])
     named = relation(("id", 23), ("Valid_To", 1184), key=("id",))
     with pytest.raises(TargetRefused, match=r"public\.t has a column Valid_To, which write: scd2 has itself"):

@@ -183,7 +183,7 @@ def test_a_value_that_nobody_has_stops_the_target(database: Database, copy: Data
     database.sql("INSERT INTO item VALUES (1, 'old', repeat(md5('x'), 200))")
     with drive(database, tmp_path) as capture:
         database.sql("UPDATE item SET name = 'new'")
-        with pytest.raises(MissingBase, match=r"public\.item: 1 changed rows lack a value"):
+        with pytest.raises(MissingBase, match=r"public\.item: a value of 1 changed row was not sent"):
             mirror(capture, opened(copy))
     assert copy.sql("SELECT to_regclass('item')") == [(None,)]
 

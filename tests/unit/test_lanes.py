@@ -88,7 +88,7 @@ def test_a_value_that_was_not_sent_is_the_targets_own_where_the_row_was(copy: Co
 
 def test_a_value_that_nobody_has_is_never_a_null(copy: Copy) -> None:
     copy.deliver((THINGS, [insert("1", "x", "first")]))
-    with pytest.raises(MissingBase, match=r"public\.t: 1 changed rows lack a value"):
+    with pytest.raises(MissingBase, match=r"public\.t: a value of 1 changed row was not sent"):
         copy.deliver((THINGS, [insert("5", "p", "q"), update(["2", "y", ...])]))
     assert copy.rows() == [(1, "x", "first")]
 

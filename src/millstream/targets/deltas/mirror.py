@@ -20,6 +20,7 @@ from millstream.changelog import METADATA, exposed
 from millstream.errors import MissingBase, TargetRefused
 from millstream.latest import SEQ, Bools, Latest, latest, one_letter, special_maps, special_texts, whole, whole_numbers
 from millstream.model import Op, Relation
+from millstream.observe import counted
 from millstream.sources.decoders import decoded_schema
 from millstream.targets.deltas.evolving import described
 from millstream.targets.deltas.partitions import refuse_homeless_keys
@@ -245,8 +246,8 @@ def widened(gone: pa.Table, wanted: pa.Schema) -> pa.Table:
 
 def missing_values(relation: Relation, seqs: Sequence[int]) -> MissingBase:
     return MissingBase(
-        f"{relation.table}: {len(seqs)} changed rows lack a value that was not sent with the change, and the target "
-        "does not have those rows",
+        f"{relation.table}: a value of {counted(len(seqs), 'changed row')} was not sent with the change, and the "
+        "target does not have it",
         hint="begin the target with the table's rows (mode: snapshot_then_cdc), or set REPLICA IDENTITY FULL",
         seqs=seqs,
     )

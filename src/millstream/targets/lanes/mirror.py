@@ -29,6 +29,7 @@ from millstream.latest import (
     whole_numbers,
 )
 from millstream.model import Op
+from millstream.observe import counted
 from millstream.targets.lanes.database import ColumnDef, Database, Values, matches, quoted
 from millstream.targets.lanes.tables import SPECIAL, Prepared
 
@@ -237,8 +238,8 @@ class Mirror:
 
     def _missing(self, seqs: Sequence[int]) -> MissingBase:
         return MissingBase(
-            f"{self._it.name}: {len(seqs)} changed rows lack a value that was not sent with the change, and the target "
-            "does not have those rows",
+            f"{self._it.name}: a value of {counted(len(seqs), 'changed row')} was not sent with the change, and the "
+            "target does not have it",
             hint="begin the target with the table's rows, or set REPLICA IDENTITY FULL on the table",
             seqs=seqs,
         )
