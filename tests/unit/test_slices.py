@@ -81,10 +81,10 @@ def journal(tmp_path: Path) -> Journal:
     return made
 
 
-def reader(journal: Journal, start: int = 0, *, gathers: bool = False, **limits: int) -> SliceReader:
+def reader(journal: Journal, start: int = 0, **limits: int) -> SliceReader:
     bounds = BatchLimits(**{"max_ms": 0, "max_bytes": 1 << 30, "max_events": 1 << 30, **limits})
     ready = str(journal.path / "ready")
-    return SliceReader(SliceOptions(tuple(journal.locations), start, bounds, 4, ready, gathers=gathers))
+    return SliceReader(SliceOptions(tuple(journal.locations), start, bounds, 4, ready))
 
 
 def test_a_batch_starts_where_the_epoch_does(journal: Journal) -> None:
@@ -118,12 +118,12 @@ def test_who_is_behind_by_more_than_a_batch_gets_several_at_once(journal: Journa
 
 
 @pytest.mark.parametrize(
-    ("gathers", "visible", "covered", "end"),
-    [(True, 2, False, 0), (False, 2, False, 200), (True, 10, False, 800), (True, 2, True, 200)],
-    ids=["waits", "no mirror", "no room for more", "no more there"],
+    ("visible", "covered", "end"),
+    [(2, False, 0), (10, False, 800), (2, True, 200)],
+    ids=["waits", "no room for more", "no more there"],
 )
-def test_a_mirror_is_not_given_a_batch_while_more_of_a_backlog_comes(
-    journal: Journal, monkeypatch: pytest.MonkeyPatch, gathers: bool, visible: int, covered: bool, end: int
+def test_there_is_no_batch_while_more_of_a_backlog_comes(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch, visible: int, covered: bool, end: int
 ) -> None:
     monkeypatch.setattr("millstream.spark.slices.LONGEST_POLL", 0.0)
     monkeypatch.setattr("millstream.spark.slices.STILL_COVERED", 0.0)
@@ -134,7 +134,7 @@ def test_a_mirror_is_not_given_a_batch_while_more_of_a_backlog_comes(
         journal.commit()
     size = JournalReader(journal.locations).plan_end(0, max_events=100, max_bytes=1 << 30)
     assert size is not None
-    planning = reader(journal, gathers=gathers, max_ms=60_000, max_bytes=2 * size.bytes)
+    planning = reader(journal, max_ms=60_000, max_bytes=2 * size.bytes)
     planning._pacer.clear(time.monotonic())
     assert planning.latestOffset({"seq": 0}, planning.getDefaultReadLimit()) == {"seq": end}
 

@@ -15,7 +15,7 @@ from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from millstream.config.kinds import is_mirror, keeps_history
+from millstream.config.kinds import is_mirror
 from millstream.engine.account import Account
 from millstream.engine.backoff import Backoff
 from millstream.engine.baseline import Baseline
@@ -283,7 +283,6 @@ class DeliveryQuery:
             parallel,
             ready="",
             until=self._until,
-            gathers=is_mirror(self._spec) and not keeps_history(self._spec),
         )
         name = f"{self._stream.name}/{self._spec.name}"
         # A run with an end comes to it when the copies have.

@@ -89,8 +89,6 @@ class SliceOptions:
     """A file that is made once the planning process answers: before that no other query may start."""
     until: int | None = None
     """Where a query with an end ends, if that is before the journal does."""
-    gathers: bool = False
-    """Whether the target writes a row once, however often a batch changes it: then fewer batches are less work."""
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -221,7 +219,7 @@ class SliceReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             more = BACKLOG * limits.max_bytes
             planned = self._journal.plan_end(start, max_events=limits.max_events, max_bytes=more) or planned
         has_room = planned.end >= visible
-        many = self._options.gathers and has_room and planned.bytes >= limits.max_bytes // MANY
+        many = has_room and planned.bytes >= limits.max_bytes // MANY
         if self._until is None and not self._pacer.due(now, full=full, many=many):
             return None
         end = planned.end if self._until is None else min(planned.end, self._until)
