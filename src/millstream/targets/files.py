@@ -59,6 +59,9 @@ GROUP_ROWS = 131_072
 GROUP_BYTES = 32 << 20
 """A row group is written when either is reached: the most a task holds of a file."""
 
+WRITTEN_ROWS = 16_384
+"""So many values of a column are written at a time. A row of ours has many columns, and each has its price for it."""
+
 _NAME = re.compile(r"(\d{6})-(\d{20})-(\d{20})-(\d{6,})(-x\d+)?(-r\d+)?\.parquet")
 _RELOAD = "-reload-"
 
@@ -395,7 +398,9 @@ class FilesStager:
         compression = None if self.compression == "none" else self.compression
         with path.open("wb") as file:
             # A dictionary of values that hardly repeat takes a third of the time, and the file gets larger by it.
-            with pq.ParquetWriter(file, first.schema, compression=compression, use_dictionary=False) as writer:
+            with pq.ParquetWriter(
+                file, first.schema, compression=compression, use_dictionary=False, write_batch_size=WRITTEN_ROWS
+            ) as writer:
                 for group in _groups(first, rest):
                     writer.write_table(group)
                     rows += group.num_rows
