@@ -32,7 +32,7 @@ _LOGS_AS_PLAIN_FILES = {
     "fs.file.impl.disable.cache": "true",
 }
 """How a query's own session writes Spark's logs. By default Hadoop keeps a checksum beside each file, and starts the
-program `chmod` for both of them, twice: eight processes a batch, which take longer than what is written. The setting is
+program `chmod` for both of them: four processes a batch, which take longer than what is written; so two. The setting is
 no other session's, since some of Hadoop takes a local file system for the kind with checksums."""
 
 _starting = threading.Lock()
