@@ -45,10 +45,25 @@ def test_many_changes_wait_for_more_while_more_come() -> None:
     # It has just come to where the source's log may end.
     pacer.look(10.6, 1500, covered=True)
     assert not pacer.due(10.6, full=False, many=True)
-    assert pacer.due(10.71, full=False, many=True)
+    assert pacer.due(10.64, full=False, many=True)
     # It grows, but that was long enough.
     pacer.look(11.0, 2000)
     assert pacer.due(11.0, full=False, many=True)
+
+
+@pytest.mark.parametrize(("covered", "age"), [(True, 0.04), (False, 0.31)])
+def test_what_came_while_a_batch_ran_has_been_waited_for_already(covered: bool, age: float) -> None:
+    pacer = Pacer(200)
+    pacer.clear(10.0)
+    pacer.look(11.0, 1000, covered=covered, age=age)
+    assert pacer.due(11.0, full=False, many=True)
+    # The next look is at the same place.
+    pacer.look(11.02, 1000, covered=covered, age=age + 0.02)
+    assert pacer.due(11.02, full=False, many=True)
+    young = Pacer(600)
+    young.clear(10.4)
+    young.look(11.0, 1000, covered=covered, age=age / 2)
+    assert not young.due(11.0, full=False, many=True)
 
 
 @pytest.mark.parametrize(("max_ms", "seconds"), [(0, 0.0), (1, 0.005), (60_000, 60.0)])

@@ -71,7 +71,7 @@ MANY = 64
 """Many are as much as this part of a full batch."""
 STILL = 0.3
 """Seconds after which no more are taken to come: capture makes visible what it has more often than that,"""
-STILL_COVERED = 0.1
+STILL_COVERED = 0.03
 """and when it has read the source's log beyond the last change, which may be the log's end."""
 LONGEST_POLL = 1.0
 """Seconds after which `latestOffset` answers even if nothing is due, so that Spark can stop the query."""
@@ -135,11 +135,14 @@ class Pacer:
         """Nothing is pending at this moment."""
         self._waiting_since = now
 
-    def look(self, now: float, visible: int, *, covered: bool = False) -> None:
-        """The journal's visible end is there now. `covered`: capture has read the source's log beyond it."""
+    def look(self, now: float, visible: int, *, covered: bool = False, age: float = 0.0) -> None:
+        """The journal's visible end is there now, and was published `age` seconds ago, perhaps during a batch.
+
+        `covered`: capture has read the source's log beyond it.
+        """
         self._still = STILL_COVERED if covered else STILL
         if visible != self._visible:
-            self._visible, self._moved_at = visible, now
+            self._visible, self._moved_at = visible, now - age
 
     def due(self, now: float, *, full: bool, many: bool = False) -> bool:
         """Whether pending rows must go now. `many`: they are so many that more of them are worth a longer wait.
@@ -206,7 +209,10 @@ class SliceReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         visible = head.seq if head else start
         if self._until is not None:
             visible = min(visible, self._until)
-        self._pacer.look(now, visible, covered=head is not None and head.covered > head.resume_position)
+        if head is not None:
+            # A clock that was set back meanwhile makes it young: then it is waited for once more.
+            age = max(0.0, time.time() - head.published_us / 1e6)
+            self._pacer.look(now, visible, covered=head.covered > head.resume_position, age=age)
         if visible <= start:
             self._pacer.clear(now)
             return None
