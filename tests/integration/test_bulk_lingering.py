@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from millstream.observe import Event
-from millstream.sources.postgres import reading
+from millstream.sources.postgres import reading, slot_mover
 from tests.fixtures.bulk import TABLES, copy_slot, count, drive_copy, plain, small_steps, write_history
 from tests.fixtures.capture import drive
 from tests.fixtures.postgres import Database
@@ -49,6 +49,26 @@ def test_new_rows_come_in_bulk_until_the_slot_has_followed(
     with drive_copy(database, tmp_path, stream, [], catch_up="streaming") as other:
         other.catch_up()
         assert [plain(row) for row in driver.rows] == [plain(row) for row in other.rows]
+
+
+def test_the_slot_follows_sooner_when_capture_is_close(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, in_bulk = prepared(database, tmp_path, monkeypatch, seconds=600)
+    monkeypatch.setattr(slot_mover, "MOVE_SECONDS", 3600.0)
+    monkeypatch.setattr(slot_mover, "NEAR_SECONDS", 0.0)
+    where = f"SELECT (restart_lsn - '0/0')::int8 FROM pg_replication_slots WHERE slot_name = '{in_bulk}'"
+    ((before,),) = database.sql(where)
+    events: list[Event] = []
+    with drive_copy(database, tmp_path, in_bulk, events) as driver:
+        driver.catch_up()
+        database.sql("CHECKPOINT")
+        driver.catch_up()
+        driver.source.ack(driver.end)
+        while not count(events, "source.bulk_ended"):
+            driver.step()
+    ((after,),) = database.sql(where)
+    assert after > before
 
 
 def test_it_does_not_wait_for_ever(database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,32 @@ def test_events_are_all_said_and_of_statuses_the_last() -> None:
     assert len(statuses) <= 2
 
 
+def test_the_voice_is_woken_for_what_must_be_said_and_not_for_each_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+
+    class Slow(io.StringIO):
+        def write(self, text: str) -> int:
+            assert go_on.wait(120)
+            return super().write(text)
+
+    woken = []
+    out = Slow()
+    voice = Voice(out)
+    wake = voice._changed.notify
+    monkeypatch.setattr(voice._changed, "notify", lambda: (woken.append(1), wake()))
+    voice.status({"state": "running", "n": -1})
+    for number in range(100):
+        voice.status({"state": "running", "n": number})
+    seen = len(woken)
+    voice.status({"state": "waiting", "n": 100})
+    assert len(woken) == seen + 1
+    go_on.set()
+    voice.close()
+    assert seen <= 2, "once for the first, and once more if that was taken meanwhile"
+    said = [json.loads(line)["status"] for line in out.getvalue().splitlines()]
+    assert said[-1] == {"state": "waiting", "n": 100}
+
+
 def test_an_engine_that_does_not_read_stops_nobody() -> None:
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as out:

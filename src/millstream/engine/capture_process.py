@@ -8,6 +8,7 @@ that the engine is gone: whatever is whole is committed, and the process ends. S
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import sys
@@ -21,7 +22,7 @@ from typing import Any, TextIO
 
 from millstream.engine.capture_order import HALTED, STOPPED, TRANSIENT, CaptureOrder, Control
 from millstream.errors import JournalLocked, MillstreamError
-from millstream.memory import keep_freed
+from millstream.memory import keep_freed, use_small_pages
 from millstream.model import Json
 from millstream.observe import Event, Level, counted
 
@@ -60,8 +61,10 @@ class Voice:
     def status(self, status: Json) -> None:
         """Only the latest counts."""
         with self._changed:
-            self._status = status
-            self._changed.notify()
+            before, self._status = self._status, status
+            # Else the thread is awake or has a time to wake up at: to wake it for each block costs both threads.
+            if before is None or status.get("state") != before.get("state"):
+                self._changed.notify()
 
     def close(self) -> None:
         """Say what is left, as long as somebody listens."""
@@ -152,10 +155,15 @@ def main() -> int:
 def _capture(order: CaptureOrder, control: Control, voice: Voice) -> None:
     sys.meta_path.insert(0, NoPandas())
     keep_freed(KEPT_BYTES)
+    use_small_pages()
     from millstream.engine.capture_loop import CaptureLoop
     from millstream.sources import open_source
 
-    CaptureLoop(order, lambda tell: open_source(order.source, order.journal / "spool", tell), control, voice).run()
+    loop = CaptureLoop(order, lambda tell: open_source(order.source, order.journal / "spool", tell), control, voice)
+    # Columns come and go, and let the collector look for garbage: not through all that was imported, each time.
+    gc.collect()
+    gc.freeze()
+    loop.run()
 
 
 def _run(order: CaptureOrder, control: Control, voice: Voice) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+from isal import isal_zlib
 
 from millstream.checksum import crc32
 from millstream.errors import JournalCorrupt
@@ -84,7 +85,7 @@ def encode(ends: Records) -> EncodedEnds:
 def _encode_block(ends: Records) -> bytes:
     values = ends.view("<i8").reshape(len(ends), -1).T
     steps = np.concatenate([values[:, :1], np.diff(values, axis=1)], axis=1)
-    return zlib.compress(np.ascontiguousarray(steps).view("u1").reshape(-1, 8).T.tobytes(), _LEVEL)
+    return isal_zlib.compress(np.ascontiguousarray(steps).view("u1").reshape(-1, 8).T.tobytes(), _LEVEL)
 
 
 def read_directory(raw: bytes, blocks: int, crc: int, where: str) -> Records:

@@ -96,6 +96,7 @@ class Reading:
         self._retry_at = float("-inf")
         self._looked_at = float("-inf")
         self._linger_until = float("-inf")
+        self._near = False
 
     def blocks(self) -> Iterator[Block]:
         """Blocks for ever, at least every 100 ms, in one mode after the other."""
@@ -169,6 +170,7 @@ class Reading:
         """Read in bulk until capture is close; after a refusal, not for a while."""
         self._close_stream()
         self._mode = "bulk"
+        self._near = False
         self._linger_until = time.monotonic() + LINGER_SECONDS
         slot, start = self._options.slot, self._assembler.received
         self._say("source.bulk_started", f"slot {slot} is read in bulk: far behind the end of the log", position=start)
@@ -194,13 +196,14 @@ class Reading:
         self._bulk = bulk = BulkReader(session, self._assembler, self._options.slot, self._plugin)
         for block in chain(turns(bulk.open()), bulk.blocks(self._is_close, self._lingers)):
             yield block
-            mover.turn(self._acked)
+            mover.turn(self._acked, near=self._near)
         if mover.refused is not None:
             raise BulkRefused(f"the slot cannot be moved meanwhile: {mover.refused}")
 
     def _is_close(self, behind: int) -> bool:
         """Whether bulk reading can end; it must when what is acknowledged would be held back by it."""
-        close = self._is_stuck() or behind <= self._options.catch_up_behind // 4
+        self._near = behind <= self._options.catch_up_behind // 4
+        close = self._is_stuck() or self._near
         if not close:
             self._linger_until = time.monotonic() + LINGER_SECONDS
         return close

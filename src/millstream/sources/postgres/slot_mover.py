@@ -1,7 +1,8 @@
 """Moves the slot by SQL while no stream is there to acknowledge through.
 
 Advancing a slot reads the log from where the slot restarts, so it is done now and then, and never
-so often that it takes more than a fraction of the time.
+so often that it takes more than a fraction of the time. While capture is far behind the server has enough
+to do; when it is close a stream waits for the slot to follow.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from millstream.sources.postgres.connection import literal
 from millstream.sources.postgres.lsn import format_lsn
 from millstream.sources.postgres.session import TURN_SECONDS, Refused, Session, Turns
 
-MOVE_SECONDS: Final = 2.0
+MOVE_SECONDS: Final = 5.0
 """The shortest time between two moves,"""
+NEAR_SECONDS: Final = 2.0
+"""when capture is close to the log's end this,"""
 MOVE_SHARE: Final = 10
 """and so many times what the last one took."""
 _PASSES: Final = ("55006", "57014")
@@ -36,18 +39,21 @@ class SlotMover:
         self._sent_at = 0.0
         self.refused: str | None = None
         """Why the slot cannot be moved, once that has turned out."""
-        self._next_at = time.monotonic() + MOVE_SECONDS
+        self._moved_at = time.monotonic()
+        self._took = 0.0
 
     @property
     def moved(self) -> int:
         """What the server was last told that it may forget."""
         return self._moved
 
-    def turn(self, acked: int) -> None:
-        """Begin or end a move if one is due. Waits for nothing."""
+    def turn(self, acked: int, *, near: bool) -> None:
+        """Begin or end a move if one is due. Waits for nothing. `near`: capture is close to the log's end."""
         if self._moving is not None:
             self._end()
-        elif acked > self._moved and time.monotonic() >= self._next_at:
+            return
+        pause = max(min(NEAR_SECONDS, MOVE_SECONDS) if near else MOVE_SECONDS, MOVE_SHARE * self._took)
+        if acked > self._moved and time.monotonic() >= self._moved_at + pause:
             self._begin(acked)
 
     def settle(self) -> Turns:
@@ -90,5 +96,5 @@ class SlotMover:
             if refused.sqlstate not in _PASSES:
                 self.refused = str(refused)
         self._moving = None
-        now = time.monotonic()
-        self._next_at = now + max(MOVE_SECONDS, MOVE_SHARE * (now - self._sent_at))
+        self._moved_at = time.monotonic()
+        self._took = self._moved_at - self._sent_at
