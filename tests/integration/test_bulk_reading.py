@@ -68,6 +68,26 @@ def test_bulk_and_stream_give_the_same_rows(
     assert count(events, "source.bulk_refused") == 0
 
 
+def test_each_stretch_tells_how_much_of_the_log_is_left(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_steps(monkeypatch)
+    database.sql(TABLES)
+    with drive(database, tmp_path / "own"):
+        in_bulk = f"{database.name}_bulk"
+        copy_slot(database, in_bulk)
+    write_history(database, range(1, 6))
+    events: list[Event] = []
+    with drive_copy(database, tmp_path, in_bulk, events) as driver:
+        driver.catch_up()
+        while not count(events, "source.bulk_ended"):
+            driver.step()
+    left = [block.left for block in driver.blocks if block.rows is not None]
+    assert len(set(left)) > 3
+    assert left == sorted(left, reverse=True)
+    assert left[-1] == 0
+
+
 def test_changing_over_in_the_middle_of_a_load(
     database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

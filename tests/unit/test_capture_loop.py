@@ -175,6 +175,33 @@ def test_a_first_start_prepares_and_begins_where_the_source_does(rig: Rig) -> No
     assert rig.heard.statuses[-1]["end"] == rig.end == 308
 
 
+def test_the_journal_tells_how_much_of_the_log_is_being_read_and_when_nothing_is(rig: Rig) -> None:
+    told: list[tuple[int, int]] = []
+
+    def seen() -> None:
+        head = JournalReader([str(rig.path)]).head()
+        assert head is not None
+        told.append((head.seq, head.left))
+
+    behind = [replace(changes(200), behind=True, left=70), Block(progress=250, left=70), seen, Block(left=70), seen]
+    last = [replace(changes(300), behind=True, left=9), Block(progress=350, left=9), seen, Block(), seen]
+    rig.run([*behind, *last])
+    assert told == [(1, 70), (1, 70), (2, 9), (2, 0)]
+
+
+def test_nothing_is_left_of_a_log_whose_connection_is_lost(rig: Rig) -> None:
+    told: list[int] = []
+
+    def seen() -> None:
+        head = JournalReader([str(rig.path)]).head()
+        assert head is not None
+        told.append(head.left)
+
+    first = [replace(changes(200), behind=True, left=70), Block(progress=250, left=70), seen]
+    rig.run([*first, SourceUnavailable("gone")], [seen])
+    assert told == [70, 0]
+
+
 def look(position: int, *found: Found) -> Block:
     return Block(look=Look({"seen": position}, position - 50, position, datetime(2026, 1, 31, tzinfo=UTC), found))
 

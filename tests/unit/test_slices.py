@@ -66,6 +66,36 @@ def test_what_came_while_a_batch_ran_has_been_waited_for_already(covered: bool, 
     assert not young.due(11.0, full=False, many=True)
 
 
+def between(now: float, *, left: int) -> Pacer:
+    """A stretch was handed over whole at 10.1, and the next one is being read."""
+    pacer = Pacer(200)
+    pacer.clear(10.0)
+    pacer.look(now, 1000, covered=True, age=now - 10.1, left=left)
+    return pacer
+
+
+def test_between_two_stretches_of_a_backlog_there_is_time_for_a_full_batch() -> None:
+    pacer = between(10.2, left=501)
+    assert pacer.due(10.2, full=True, many=500)
+    assert not pacer.due(10.2, full=False, many=500), "a small one waits for the next stretch"
+    assert not between(11.99, left=501).due(11.99, full=False, many=500)
+    assert between(12.0, left=501).due(12.0, full=False, many=500), "but not for ever"
+
+
+def test_a_small_rest_of_a_backlog_is_waited_for() -> None:
+    assert not between(10.2, left=500).due(10.2, full=True, many=500)
+    assert between(12.0, left=500).due(12.0, full=True, many=500)
+    assert between(10.2, left=0).due(10.2, full=True, many=500), "nothing is left"
+
+
+def test_a_stretch_is_not_cut_in_its_middle() -> None:
+    pacer = Pacer(200)
+    pacer.clear(10.0)
+    pacer.look(11.5, 1000, left=1 << 30)
+    assert not pacer.due(11.5, full=True, many=500)
+    assert pacer.due(12.0, full=True, many=500)
+
+
 @pytest.mark.parametrize(("max_ms", "seconds"), [(0, 0.0), (1, 0.005), (60_000, 60.0)])
 def test_how_long_many_changes_wait_follows_max_ms(max_ms: int, seconds: float) -> None:
     pacer = Pacer(max_ms)

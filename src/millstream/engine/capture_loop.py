@@ -138,6 +138,8 @@ class CaptureLoop:
 
     def _between(self, writer: JournalWriter, block: Block) -> bool:
         """Everything that is done between two transactions. True when it is time to stop."""
+        if not block.left and not block.behind:
+            writer.nothing_left()
         self._commit(writer, idle=block.rows is None, within=BEHIND_SECONDS if block.behind else COMMIT_SECONDS)
         self._acknowledge(writer)
         self._look(writer)
@@ -156,6 +158,7 @@ class CaptureLoop:
         """The connection is gone: keep what is whole, so that the journal's end is where to go on."""
         if self._writer is None:
             return
+        self._writer.nothing_left()
         if self._open_transaction:
             self._abandon()
         else:

@@ -98,7 +98,8 @@ class Head:
 
     `seq` is the last visible seq (first_seq - 1 while there is none). `resume_position` belongs to
     the transaction that ends there; `covered` is at least that and is the journal's end J: the
-    only position capture starts from and the largest that may ever be acknowledged.
+    only position capture starts from and the largest that may ever be acknowledged. `left` is how many
+    bytes of the source's log were being read beyond it: changes that will come soon.
     """
 
     journal_id: str
@@ -116,6 +117,7 @@ class Head:
     relations_bytes: int
     manifest_version: int
     published_us: int
+    left: int = 0
 
     def to_bytes(self) -> bytes:
         body = json.dumps(vars(self), separators=(",", ":")).encode()

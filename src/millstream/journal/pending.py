@@ -28,6 +28,7 @@ class Pending:
         """Forget everything; the journal stands at `end`."""
         self.end = end
         self.open_transaction = False
+        self.left = 0
         self._next_index = 0
         self.clear()
 
@@ -70,6 +71,7 @@ class Pending:
         if self.since is None and end != self.end:
             self.since = time.monotonic()
         self.open_transaction = block.open_transaction
+        self.left = block.left
         self.end = end
 
     def _check(self, rows: pa.RecordBatch, relations: int) -> None:

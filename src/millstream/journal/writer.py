@@ -254,6 +254,12 @@ class JournalWriter:
         failpoint("journal.head_published")
         return self.head
 
+    def nothing_left(self) -> None:
+        """Nothing is being read of the source's log any more: let those know at once who wait for it."""
+        self._pending.left = 0
+        if self.head.left:
+            self._publish()
+
     @property
     def look(self) -> Json | None:
         """The last look at the source's catalog as noted (`state`, `position`, `at`), and what was `told` after."""
@@ -410,6 +416,7 @@ class JournalWriter:
             relations_bytes=self._relations.bytes,
             manifest_version=self._closed.version,
             published_us=time.time_ns() // 1000,
+            left=self._pending.left,
         )
         self._head_file.publish(head)
         self.head = head

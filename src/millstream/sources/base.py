@@ -135,6 +135,7 @@ class Block:
     `progress` is a position that is covered once this block and all before it are durable, though
     no row stands for it; it is never inside a transaction.
     `behind` says that much more is there already: its rows need not be visible at once.
+    `left` is how many bytes of the source's log are being read beyond this block; 0 when nothing is known of them.
     `look` is made durable once this block and all before it are; it comes between transactions, and everything that
     was committed before its position has come by then.
     `told` is durable before the block is visible; the transactions that told it end with this block, or in it.
@@ -144,6 +145,7 @@ class Block:
     open_transaction: bool = False
     progress: int | None = None
     behind: bool = False
+    left: int = 0
     look: Look | None = None
     told: tuple[Told, ...] = ()
 

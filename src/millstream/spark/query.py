@@ -35,6 +35,9 @@ _LOGS_AS_PLAIN_FILES = {
 program `chmod` for both of them: four processes a batch, which take longer than what is written; so two. The setting is
 no other session's, since some of Hadoop takes a local file system for the kind with checksums."""
 
+_NO_GENERATED_CODE = {"spark.sql.codegen.wholeStage": "false"}
+"""Nobody executes the query's plan: its batches are jobs of their own. Spark would generate code for it, each time."""
+
 _starting = threading.Lock()
 """Spark gives a source's planning process ten seconds to connect: queries start one after another."""
 
@@ -72,7 +75,7 @@ class SliceQuery:
             leftover.unlink()
         self._ready = checkpoint.parent / f".ready-{uuid4().hex}"
         own = spark.newSession()
-        for key, value in _LOGS_AS_PLAIN_FILES.items():
+        for key, value in (_LOGS_AS_PLAIN_FILES | _NO_GENERATED_CODE).items():
             own.conf.set(key, value)
         own.dataSource.register(SliceSource)
         plan = replace(options, ready=str(self._ready)).encode()

@@ -130,29 +130,35 @@ class Pacer:
         self._moved_at = float("-inf")
         self._visible = -1
         self._still = STILL
+        self._left = 0
 
     def clear(self, now: float) -> None:
         """Nothing is pending at this moment."""
         self._waiting_since = now
 
-    def look(self, now: float, visible: int, *, covered: bool = False, age: float = 0.0) -> None:
+    def look(self, now: float, visible: int, *, covered: bool = False, age: float = 0.0, left: int = 0) -> None:
         """The journal's visible end is there now, and was published `age` seconds ago, perhaps during a batch.
 
-        `covered`: capture has read the source's log beyond it.
+        `covered`: capture has read the source's log beyond it, and is at work on the next `left` bytes of it.
         """
+        self._left = left
         self._still = STILL_COVERED if covered else STILL
         if visible != self._visible:
             self._visible, self._moved_at = visible, now - age
 
-    def due(self, now: float, *, full: bool, many: bool = False) -> bool:
-        """Whether pending rows must go now. `many`: they are so many that more of them are worth a longer wait.
+    def due(self, now: float, *, full: bool, many: int = 0) -> bool:
+        """Whether pending rows must go now. `many`: their bytes, if so many that more of them are worth a longer wait.
 
-        So it is while capture hands over a backlog. The wait ends when the journal does not grow any more.
+        So it is while capture hands over a backlog, stretch by stretch. Between two of them there is time for a batch,
+        unless it would be a small one, or the rest is less than what is pending: two batches cost more than one.
+        The wait ends when capture has read everything, or is not heard of any more.
         """
-        waited = now - self._waiting_since
-        if many and now - self._moved_at < self._still:
-            return waited >= (self._gathering if full else max(self._max, self._gathering))
-        return full or waited >= self._max
+        waited, growing = now - self._waiting_since, now - self._moved_at < self._still
+        between = self._left > 0 and not growing
+        if not many or not (growing or (between and (not full or self._left <= many))):
+            return full or waited >= self._max
+        longest = self._gathering * (2 if self._left else 1)
+        return waited >= (longest if full else max(self._max, longest))
 
 
 class SlicePartition(InputPartition):
@@ -212,7 +218,8 @@ class SliceReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if head is not None:
             # A clock that was set back meanwhile makes it young: then it is waited for once more.
             age = max(0.0, time.time() - head.published_us / 1e6)
-            self._pacer.look(now, visible, covered=head.covered > head.resume_position, age=age)
+            covered = head.covered > head.resume_position
+            self._pacer.look(now, visible, covered=covered, age=age, left=head.left)
         if visible <= start:
             self._pacer.clear(now)
             return None
@@ -225,7 +232,7 @@ class SliceReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             more = BACKLOG * limits.max_bytes
             planned = self._journal.plan_end(start, max_events=limits.max_events, max_bytes=more) or planned
         has_room = planned.end >= visible
-        many = has_room and planned.bytes >= limits.max_bytes // MANY
+        many = planned.bytes if has_room and planned.bytes >= limits.max_bytes // MANY else 0
         if self._until is None and not self._pacer.due(now, full=full, many=many):
             return None
         end = planned.end if self._until is None else min(planned.end, self._until)

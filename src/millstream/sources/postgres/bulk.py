@@ -93,6 +93,7 @@ class BulkReader:
         self._message_bytes = float(_MESSAGE_BYTES)
         self._usual = FIRST_BYTES
         self._call: Call | None = None
+        self._left = 0
         self.place = Place(0, 0, 0, 0, 0)
 
     def open(self) -> Turns:
@@ -127,15 +128,19 @@ class BulkReader:
                 held: deque[Run] = deque()
                 yield from self._read(held)
                 failpoint("bulk.chunk_read")
-                close = enough(self.place.log_end - self.place.position)
-                goes_on = before < self.place.position and not close
+                behind = self.place.log_end - self.place.position
+                close = enough(behind)
+                # Who is going to stay need not finish with these rows before he asks for the next ones.
+                stays = close and behind >= SHORTEST_BYTES // 4 and lingers()
+                goes_on = before < self.place.position and (not close or stays)
+                self._left = 0
                 if goes_on:
                     self._send()
                 while held:
                     yield from self._feed(held.popleft())
-                yield self._assembler.cover(self.place.position)
+                yield replace(self._assembler.cover(self.place.position), left=self._left)
                 failpoint("bulk.chunk_appended")
-                if close and lingers():
+                if close and not goes_on and lingers():
                     goes_on = True
                     self._session.await_input(REST_SECONDS)
                     self._send()
@@ -159,6 +164,7 @@ class BulkReader:
             raise BulkRefused(
                 f"a transaction has been open for {reread >> 20} MiB of log, and each call reads them again"
             )
+        self._left = max(0, self.place.log_end - self.place.position)
         upto = self.place.position + stretch_bytes(self._usual, reread, self.place.log_end - self.place.position)
         self._usual = min(2 * self._usual, STRETCH_BYTES)
         messages = int(RESULT_BYTES / self._message_bytes)
@@ -173,7 +179,7 @@ class BulkReader:
         size = messages = 0
         for run in self._call.runs() if self._call is not None else ():
             if run is None:
-                yield Block()
+                yield Block(left=self._left)
                 continue
             held.append(run)
             size, messages = size + run.size, messages + run.messages
@@ -185,7 +191,7 @@ class BulkReader:
 
     def _feed(self, run: Run) -> Iterator[Block]:
         for block in self._assembler.feed(run.frames(self.place.clock)):
-            yield replace(block, behind=True)
+            yield replace(block, behind=True, left=self._left)
 
     # -- the copy ----------------------------------------------------------------------------
 
