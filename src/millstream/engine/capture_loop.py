@@ -158,11 +158,11 @@ class CaptureLoop:
         """The connection is gone: keep what is whole, so that the journal's end is where to go on."""
         if self._writer is None:
             return
-        self._writer.nothing_left()
         if self._open_transaction:
             self._abandon()
         else:
             self._writer.commit()
+            self._writer.nothing_left()
 
     def _append(self, writer: JournalWriter, block: Block) -> None:
         if block.rows is None and block.progress is None:
