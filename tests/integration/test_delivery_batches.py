@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from pyspark.sql import SparkSession
 
 from millstream.engine.commit import ack_position
 from millstream.model import BatchLimits, StreamState
+from millstream.spark.shelf import Shelf
 from tests.fixtures.delivery import EVERYTHING, Bench
 from tests.fixtures.journals import Journal, delivered, shop_table
 
@@ -31,12 +34,14 @@ def bench(spark: SparkSession, tmp_path: Path) -> Iterator[Bench]:
     made.close()
 
 
+TABLES = ("public.orders", "public.items", "public.customers")
+
+
 def trade(journal: Journal, transactions: int, rows: int = 10, seed: int = 1) -> None:
     choose = random.Random(seed)
-    tables = ("public.orders", "public.items", "public.customers")
     for number in range(transactions):
         journal.transaction(
-            [(choose.choice(tables), number * 1000 + i, f"value {choose.random()}") for i in range(rows)],
+            [(choose.choice(TABLES), number * 1000 + i, f"value {choose.random()}") for i in range(rows)],
             commit=number % 3 == 2,
         )
     journal.commit()
@@ -104,6 +109,30 @@ def test_a_table_that_changes_its_columns_in_a_batch_goes_on(bench: Bench, spark
     bench.deliver_all()
     frame = spark.read.option("mergeSchema", "true").parquet(str(bench.log / "public.orders")).orderBy("_ms_seq")
     assert [(row.id, row.body, row.more) for row in frame.collect()] == [(1, "before", None), (2, "after", "new")]
+
+
+@pytest.mark.parametrize("kind", ["files", "sqlite"])
+def test_what_one_target_has_decoded_the_next_one_takes(bench: Bench, kind: str) -> None:
+    """A second target takes all that the first has laid on the shelf, and has every change."""
+    bench.shelf = Shelf(str(bench.root / "shelf"), readers=2)
+    bench.shelf.prepare()
+    trade(bench.journal, transactions=3, rows=4000)
+    path = bench.root / "copy.db" if kind == "sqlite" else bench.root / "copy"
+    first = Bench(bench.spark, bench.root / "first", bench.journal, kind=kind, options={"path": str(path)})
+    first.shelf = bench.shelf
+    assert first.deliver_all().error is None
+    assert len(list((bench.root / "shelf").glob("*.arrow"))) >= 3, "a piece of each table at least"
+    assert bench.deliver_all().error is None
+    assert list((bench.root / "shelf").iterdir()) == []
+    assert delivered(bench.log) == bench.journal.written
+    if kind == "files":
+        assert delivered(path) == bench.journal.written
+        return
+    with closing(sqlite3.connect(path)) as lite:
+        found = {table: lite.execute(f'SELECT id, body FROM "{table}"').fetchall() for table in TABLES}
+    # Where a key comes again, the last one counts.
+    latest = {(change.table, change.id): change.body for _, change in sorted(bench.journal.written.items())}
+    assert {(table, *row) for table, rows in found.items() for row in rows} == {(*k, v) for k, v in latest.items()}
 
 
 def events_of(spark: SparkSession) -> list[dict[str, Any]]:

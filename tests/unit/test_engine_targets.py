@@ -294,3 +294,32 @@ def test_a_target_that_cannot_be_reached_comes_back_by_itself(
     status = engine.await_ready("shop", 120)
     assert (status.errors_last_hour, status.targets[0].state) == (2, StreamState.RUNNING)
     assert "still gone" in (status.last_error or "")
+
+
+def test_a_target_that_was_paused_takes_what_the_other_one_has_decoded(
+    engine: Engine, script: Script, tmp_path: Path
+) -> None:
+    shelf = tmp_path / "home" / "spark" / "decoded"
+    shelf.mkdir(parents=True)
+    (shelf / "left.arrow").write_bytes(b"by a process that was killed")
+    rows = [(number, f"note {number}") for number in range(3000)]
+    with engine:
+        engine.upsert_stream(stream(script, tmp_path, targets="log copy"))
+        engine.await_ready("shop", 120)
+        assert list(shelf.iterdir()) == []
+        engine.pause("shop", "copy")
+        with script.transaction() as transaction:
+            for number, note in rows:
+                transaction.insert("public.orders", id=number, note=note)
+        await_that(lambda: delivered(tmp_path) == {"public.orders": rows})
+        assert len(list(shelf.glob("*.arrow"))) == 1
+        engine.resume("shop", "copy")
+        await_that(lambda: delivered(tmp_path, target="copy") == {"public.orders": rows})
+        await_that(lambda: not list(shelf.iterdir()))
+
+
+def test_one_target_alone_has_nobody_to_share_with(engine: Engine, script: Script, tmp_path: Path) -> None:
+    with engine:
+        engine.upsert_stream(stream(script, tmp_path))
+        engine.await_ready("shop", 120)
+        assert not (tmp_path / "home" / "spark" / "decoded").exists()

@@ -37,6 +37,7 @@ from millstream.model import Cursor, Json, Mode, StreamSpec, StreamState, Target
 from millstream.observe import Event, Level, Observer
 from millstream.spark.partition import cores_of
 from millstream.spark.query import SliceQuery
+from millstream.spark.shelf import Shelf
 from millstream.spark.slices import SliceOptions
 from millstream.spark.tables import OwnTables
 from millstream.state.base import StateStore
@@ -72,8 +73,12 @@ class DeliveryQuery:
         until: int | None = None,
         on_cursor: CursorCallback | None = None,
         tables: OwnTables | None = None,
+        shelf: Shelf | None = None,
     ) -> None:
-        """`until`: with `once`, the seq to end at, where a transaction ends; else the end is what is visible then."""
+        """`until`: with `once`, the seq to end at, where a transaction ends; else the end is what is visible then.
+
+        `shelf`: see `StagePlan`.
+        """
         self._spark = spark
         self._stream = stream
         self._spec = target_spec
@@ -84,7 +89,7 @@ class DeliveryQuery:
         self._on_cursor = on_cursor
         self._store = store
         self._letters = LetterBox(store, stream, target_spec, target, self._emit)
-        self._opening = self._opens(tuple(locations), checkpoint_root, tables)
+        self._opening = self._opens(tuple(locations), checkpoint_root, tables, shelf)
         self._startup = Startup(stream, target_spec, target, store, self._opening.journal, self._emit)
         self._gate = Gate(stream, target_spec.name, locations, store, tables, reloads=can_reload(target))
         self._replaying = Replaying(stream, target_spec, target, store, self._emit)
@@ -107,7 +112,9 @@ class DeliveryQuery:
         self.error: MillstreamError | None = None
         self._baseline: Baseline | None = None
 
-    def _opens(self, locations: tuple[str, ...], checkpoint_root: Path, tables: OwnTables | None) -> Opening:
+    def _opens(
+        self, locations: tuple[str, ...], checkpoint_root: Path, tables: OwnTables | None, shelf: Shelf | None
+    ) -> Opening:
         stream = self._stream
         return Opening(
             stream.name,
@@ -120,6 +127,7 @@ class DeliveryQuery:
             Shaping(stream.name, stream.shape, is_mirror(self._spec)) if stream.shape else None,
             self._letters.superseded,
             NoJournal(stream.source) if stream.mode is Mode.SNAPSHOT else None,
+            shelf,
         )
 
     # For the engine

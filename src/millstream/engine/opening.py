@@ -22,6 +22,7 @@ from millstream.spark.changes import Shaped
 from millstream.spark.probe import Needed
 from millstream.spark.query import CheckpointUnusable
 from millstream.spark.rows import MESSAGES, described
+from millstream.spark.shelf import Shelf
 from millstream.spark.stage import StagePlan
 from millstream.spark.tables import OwnTables, share
 from millstream.state.base import EpochRecord, StateStore, Tally
@@ -77,10 +78,11 @@ class Opening:
         shaping: Shaping | None = None,
         superseded: Callable[[StagePlan, SeqRange], dict[str, int]] | None = None,
         journal: JournalReader | None = None,
+        shelf: Shelf | None = None,
     ) -> None:
         """`superseded` tells which dead letters a range of changes made obsolete.
 
-        `journal` stands in for the one at `locations`.
+        `journal` stands in for the one at `locations`. `shelf`: see `StagePlan`.
         """
         self._superseded = superseded
         self._stream = stream
@@ -91,6 +93,7 @@ class Opening:
         self._root = checkpoint_root
         self._tables = tables
         self.shaping = shaping
+        self._shelf = shelf
         self._journal = journal if journal is not None else JournalReader(locations)
 
     @property
@@ -122,6 +125,7 @@ class Opening:
             self._target.stager(),
             self._tables,
             self.shaping,
+            shelf=self._shelf,
         )
         checkpoint = self._root / str(decision.epoch)
         opened = Opened(header, decision.epoch, current.start_seq, decision.seq, decision.reason, checkpoint, plan)

@@ -26,6 +26,7 @@ from millstream.failpoint import failpoint
 from millstream.model import Mode, StreamSpec, StreamState, TargetSpec
 from millstream.observe import Event, Level, Observer
 from millstream.spark.probe import is_local
+from millstream.spark.shelf import Shelf
 from millstream.spark.tables import OwnTables
 from millstream.state.base import StateStore
 from millstream.targets.base import Target
@@ -73,6 +74,7 @@ class RunningStreams:
         self._ticker = Ticker(self._roster, store, observer)
         self._fit: set[str] = set()
         """Sources whose journal the executors of the cluster were seen to reach."""
+        self._shelf_is_ready = False
         self.on_leaving: Callable[[str], None] = lambda stream: None
         """Called before a stream, or the delivery to a target of it, is changed or ended."""
 
@@ -282,10 +284,23 @@ class RunningStreams:
             once=self._once,
             on_cursor=lambda _: self._ticker.wake(),
             tables=tables,
+            shelf=self._shelf(spark, capture),
         )
         member.deliveries[target.name] = Delivery(query, tables)
         query.start()
         self.report()
+
+    def _shelf(self, spark: SparkSession, capture: Capture) -> Shelf | None:
+        """Where the targets of a source share what they decode, if there are several, and all on this machine."""
+        readers = sum(len(member.spec.targets) for member in self._roster.of(capture))
+        if readers < 2 or not is_local(spark):
+            return None
+        shelf = Shelf(str(self._home.spark_path / "decoded"), readers)
+        if not self._shelf_is_ready:
+            # What an earlier process has left may not be whole: the system may have gone down with it.
+            shelf.prepare()
+            self._shelf_is_ready = True
+        return shelf
 
     def _look_at_executors(self, spark: SparkSession, capture: Capture) -> None:
         """Tell before the first batch if a cluster is not fit. On one host there is nothing that could differ."""

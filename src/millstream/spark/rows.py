@@ -64,6 +64,7 @@ class Opener:
         self._locations = locations
         self._open_one = open_one
         self._held: dict[Slice, pa.RecordBatch] = {}
+        self._sharing: dict[Slice, list[tuple[Slice, SeqRange]]] = {}
         stretches: dict[tuple[str, int, int], list[tuple[Slice, SeqRange]]] = defaultdict(list)
         for piece, span in slices:
             stretches[piece.segment, piece.offset, piece.length].append((piece, span))
@@ -71,10 +72,14 @@ class Opener:
         for (_, _, length), sharing in stretches.items():
             room -= length
             if len(sharing) > 1 and room >= 0:
-                self._held.update((piece, open_one(piece, locations, span)) for piece, span in sharing)
+                self._sharing.update((piece, sharing) for piece, _ in sharing)
 
     def open(self, piece: Slice, span: SeqRange) -> pa.RecordBatch:
         """The rows of a slice that lie in the batch. Once per slice."""
+        if piece not in self._held and piece in self._sharing:
+            for one, its_span in self._sharing[piece]:
+                del self._sharing[one]
+                self._held[one] = self._open_one(one, self._locations, its_span)
         held = self._held.pop(piece, None)
         return self._open_one(piece, self._locations, span) if held is None else held
 

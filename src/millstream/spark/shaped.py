@@ -32,11 +32,10 @@ from millstream.spark.images import Binding, image_schema, noting_errors, source
 from millstream.spark.packed import PACKED_DDL, packed_work, unpack
 from millstream.spark.partition import share_out
 from millstream.spark.probe import check_myself
-from millstream.spark.rows import MESSAGES, Opener, Rows, described
+from millstream.spark.rows import MESSAGES, Opener, described
 from millstream.spark.stage import (
     RECEIPT_DDL,
     StagePlan,
-    decoded,
     deliver,
     describe,
     error_row,
@@ -183,9 +182,8 @@ def _split(
         check_myself(plan.needed)
         asked = [number for batch in batches for number in batch.column(0).to_pylist()]
         slices = [(piece, span) for number in asked for piece in runs[number]]
-        rows = Rows(Opener(plan.locations, slices), plan.after_position, slices)
-        changes = decoded(binding.relation, relation_id, plan.event_prefix, rows)
-        yield from split(binding, changes, lambda: rows.skipped, relation_id, plan.outstanding)
+        rows = plan.decoding(binding.relation, relation_id, Opener(plan.locations, slices), slices)
+        yield from split(binding, rows, lambda: rows.skipped, relation_id, plan.outstanding)
 
     return lambda batches: noting_errors(image_schema(source_columns(binding.bound())), images(batches))
 

@@ -18,15 +18,15 @@ from typing import Protocol
 import pyarrow as pa
 from pyspark import TaskContext
 
-from millstream.changelog import assemble
 from millstream.errors import JournalMismatch, MillstreamError, TargetRefused
-from millstream.failpoint import failpoint
 from millstream.journal import Cut, JournalReader
 from millstream.journal.format import Slice
 from millstream.model import Json, Relation, SeqRange
 from millstream.spark.changes import Shaped
+from millstream.spark.decoding import Decoding
 from millstream.spark.probe import Needed, check_myself
-from millstream.spark.rows import Opener, Rows, described
+from millstream.spark.rows import Opener, described
+from millstream.spark.shelf import Shelf
 from millstream.spark.slices import from_rows
 from millstream.spark.tables import OwnTables, share
 from millstream.targets.base import Attempt, Lane, LaneBatch, Part, Receipt, Stager
@@ -72,6 +72,14 @@ class StagePlan:
     """What tasks must know of changes that could not be taken; None: there are none."""
     isolate: bool = False
     """It shall be found out which changes cannot be taken, by SQL or by a lane."""
+    shelf: Shelf | None = None
+    """Where tasks find what those of other targets have decoded; None: there are no others."""
+
+    def decoding(
+        self, relation: Relation, relation_id: int, opener: Opener, pieces: Iterable[tuple[Slice, SeqRange]]
+    ) -> Decoding:
+        """The changes of a relation's slices, decoded when they are read."""
+        return Decoding(relation, relation_id, self.event_prefix, self.after_position, opener, pieces, self.shelf)
 
 
 def stage(plan: StagePlan, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -103,22 +111,13 @@ def stage_slices(
     """Stage slices relation by relation. Yields receipts."""
     for (journal_id, relation_id), group in groupby(slices, key=lambda piece: (piece[0].journal_id, piece[0].relation)):
         relation = described(plan.locations, plan.source_kind, journal_id, relation_id)
-        rows = Rows(opener, plan.after_position, group)
-        raw = decoded(relation, relation_id, plan.event_prefix, rows)
-        changes = Shaped(plan.shaping, relation, relation_id, raw, plan.outstanding)
+        rows = plan.decoding(relation, relation_id, opener, group)
+        changes = Shaped(plan.shaping, relation, relation_id, rows, plan.outstanding)
         receipts = stager.stage(changes.relation, relation_id, iter(changes), attempt)
         # A stager that did not read to the end must not pass for one that did.
         if rows.taken != changes.left_out + sum(receipt.rows for receipt in receipts):
             raise TargetRefused(f"{relation.table}: {rows.taken} rows were read but not all of them were staged")
         yield receipt_rows(receipts, relation_id, rows.skipped + changes.left_out)
-
-
-def decoded(
-    relation: Relation, relation_id: int, event_prefix: str, rows: Iterable[pa.RecordBatch]
-) -> Iterator[pa.RecordBatch]:
-    for batch in rows:
-        yield assemble(batch, relation, relation_id, event_prefix)
-        failpoint("stage.slice_decoded")
 
 
 def decoded_slices(
@@ -132,9 +131,8 @@ def decoded_slices(
         if plan.shaping is not None and wants_spark(plan.shaping, relation):
             # Nobody but Spark can say what becomes of these; who asks can do without them.
             continue
-        rows = Rows(opener, plan.after_position, list(group))
-        raw = decoded(relation, relation_id, plan.event_prefix, rows)
-        changes = Shaped(plan.shaping, relation, relation_id, raw, plan.outstanding, bygone=True)
+        rows = plan.decoding(relation, relation_id, opener, list(group))
+        changes = Shaped(plan.shaping, relation, relation_id, rows, plan.outstanding, bygone=True)
         yield changes.relation, relation_id, iter(changes)
 
 
@@ -167,15 +165,12 @@ class _Reading:
 
     relation: Relation
     relation_id: int
-    rows: Rows
+    rows: Decoding
     plan: StagePlan
-    bytes: int = 0
-    seqs: list[int] = field(default_factory=list)
     detail: Json = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        changes = decoded(self.relation, self.relation_id, self.plan.event_prefix, self)
-        self.changes = Shaped(self.plan.shaping, self.relation, self.relation_id, changes, self.plan.outstanding)
+        self.changes = Shaped(self.plan.shaping, self.relation, self.relation_id, self.rows, self.plan.outstanding)
 
     @property
     def shaped(self) -> Relation:
@@ -192,19 +187,12 @@ class _Reading:
     def batches(self) -> Iterator[pa.RecordBatch]:
         return iter(self.changes)
 
-    def __iter__(self) -> Iterator[pa.RecordBatch]:
-        for batch in self.rows:
-            if batch.num_rows:
-                self.bytes += batch.nbytes
-                self.seqs = [*self.seqs[:1], batch["seq"][0].as_py(), batch["seq"][-1].as_py()]
-                yield batch
-
     def receipts(self) -> Sequence[Receipt]:
         written = self.rows.taken - self.changes.left_out
         if not written:
             return ()
-        first, last = self.seqs[0], self.seqs[-1]
-        return (Receipt(self.relation_id, self.relation.table, written, self.bytes, first, last, self.detail),)
+        first, last = self.rows.seqs[0], self.rows.seqs[-1]
+        return (Receipt(self.relation_id, self.relation.table, written, self.rows.bytes, first, last, self.detail),)
 
 
 def _deliver(
@@ -232,7 +220,8 @@ def slice_readings(plan: StagePlan, slices: Sequence[tuple[Slice, SeqRange]], op
     readings: list[Reading] = []
     for (journal_id, relation_id), group in groupby(slices, key=lambda piece: (piece[0].journal_id, piece[0].relation)):
         relation = described(plan.locations, plan.source_kind, journal_id, relation_id)
-        readings.append(_Reading(relation, relation_id, Rows(opener, plan.after_position, list(group)), plan))
+        rows = plan.decoding(relation, relation_id, opener, list(group))
+        readings.append(_Reading(relation, relation_id, rows, plan))
     return readings
 
 
