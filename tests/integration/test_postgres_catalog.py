@@ -11,6 +11,7 @@ import pytest
 from millstream.model import Column, Relation
 from millstream.sources.base import Severity
 from millstream.sources.postgres.catalog import enrich, relations, select
+from millstream.sources.postgres.descriptions import Descriptions
 from tests.fixtures.postgres import Database
 from tests.fixtures.postgres_source import Control, opened_at
 
@@ -116,6 +117,63 @@ def test_a_table_that_has_changed_since_keeps_what_the_log_said(any_database: Da
         told = enrich(control.conn, logged[relation], control.options.publications)
         flagged = tuple(column.name for column in logged[relation].columns if column.key)
         assert told == replace(logged[relation], key=flagged, enriched=False)
+
+
+def test_one_look_is_enough_for_the_tables_of_a_call_and_none_is_kept_beyond_it(
+    any_database: Database, control: Control
+) -> None:
+    control.prepare()
+    any_database.sql(ROWS)
+    logged = logged_relations(control)
+    typed, heap = logged["typed"], logged["heap"]
+    descriptions = Descriptions(control.conn, control.options.publications)
+
+    def enriched(*relations: Relation) -> list[bool]:
+        return [descriptions.completed(relation, None).enriched for relation in relations]
+
+    descriptions.begin_call()
+    assert enriched(typed, heap) == [True, True]
+    any_database.sql("ALTER TABLE heap ADD COLUMN more int")
+    assert enriched(heap) == [True], "as it was when the call began to send"
+    descriptions.begin_call()
+    assert enriched(typed) == [True]
+    any_database.sql("ALTER TABLE heap DROP COLUMN more")
+    assert enriched(heap) == [False], "looked at with the other one, before that"
+    descriptions.begin_call()
+    assert descriptions.completed(typed, None) == enrich(control.conn, typed, control.options.publications)
+    any_database.sql("ALTER TABLE typed ADD COLUMN more int")
+    descriptions.end_calls()
+    assert enriched(typed, heap) == [False, True], "a stream asks each time"
+
+
+def test_a_table_that_a_call_brings_for_the_first_time_or_that_is_gone(
+    any_database: Database, control: Control
+) -> None:
+    control.prepare()
+    any_database.sql(ROWS)
+    logged = logged_relations(control)
+    descriptions = Descriptions(control.conn, control.options.publications)
+    descriptions.begin_call()
+    assert descriptions.completed(logged["typed"], None).enriched
+    descriptions.begin_call()
+    assert descriptions.completed(logged["whole"], None).enriched
+    any_database.sql("DROP TABLE whole")
+    descriptions.begin_call()
+    before = replace(logged["whole"], key=("id",), enriched=True)
+    assert descriptions.completed(logged["whole"], before) == before
+    assert not descriptions.completed(logged["whole"], None).enriched
+
+
+def test_what_older_rows_have_in_a_new_column_is_found_also_below_a_partitioned_table(
+    any_database: Database, control: Control
+) -> None:
+    any_database.sql(ROWS)
+    any_database.sql("ALTER TABLE whole ADD COLUMN late int NOT NULL DEFAULT 7, ADD COLUMN plain int")
+    any_database.sql("ALTER TABLE parts ADD COLUMN late text NOT NULL DEFAULT 'x, y'")
+    tables = relations(control.conn, ["public.*"])
+    found = {one.name: {column.name: column.missing for column in one.columns} for one in tables}
+    assert found["whole"] == {"id": None, "v": None, "late": "7", "plain": None}
+    assert found["parts"] == {"v": None, "at": None, "id": None, "late": "x, y"}
 
 
 def test_a_column_list_is_part_of_what_the_log_can_say(any_database: Database) -> None:

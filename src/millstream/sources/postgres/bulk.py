@@ -32,6 +32,7 @@ from millstream.sources.base import Block
 from millstream.sources.postgres.assemble import Assembler
 from millstream.sources.postgres.call import Call, Run, call
 from millstream.sources.postgres.connection import literal
+from millstream.sources.postgres.descriptions import Descriptions
 from millstream.sources.postgres.lsn import format_lsn
 from millstream.sources.postgres.session import Refused, Session, Turns
 from millstream.sources.postgres.waiting import turns
@@ -82,10 +83,18 @@ class Place:
 class BulkReader:
     """Reads through a copy of a slot. Owns the session. Not for threads."""
 
-    def __init__(self, session: Session, assembler: Assembler, slot: str, options: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        assembler: Assembler,
+        descriptions: Descriptions,
+        slot: str,
+        options: Mapping[str, str],
+    ) -> None:
         """`options` are those of the output plugin, as a stream has them."""
         self._session = session
         self._assembler = assembler
+        self._descriptions = descriptions
         self._slot = slot
         # Unique on the server while the session lives, and within the 63 bytes of a name.
         self._copy = f"{slot[:50]}_bulk_{session.connection.backend_pid}"
@@ -148,6 +157,7 @@ class BulkReader:
             raise BulkRefused(str(refused)) from None
         finally:
             self._assembler.restart()
+            self._descriptions.end_calls()
 
     def close(self) -> None:
         """End the session, and the copy with it. Idempotent."""
@@ -181,6 +191,8 @@ class BulkReader:
             if run is None:
                 yield Block(left=self._left)
                 continue
+            if not messages:
+                self._descriptions.begin_call()
             held.append(run)
             size, messages = size + run.size, messages + run.messages
             while not run.last and sum(one.size for one in held) > HELD_BYTES:

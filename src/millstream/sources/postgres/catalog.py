@@ -34,12 +34,15 @@ _INDEXES = """
     FROM pg_index i WHERE i.indrelid = {relation} AND (i.indisprimary OR i.indisreplident)"""
 
 _MISSING = """
-    SELECT CASE WHEN count(DISTINCT old.value) = 1 THEN min(old.value) END
-    FROM (SELECT array_to_string(m.attmissingval, '') AS value
-        FROM (SELECT c.oid UNION ALL
-            SELECT tree.relid FROM pg_partition_tree(c.oid) tree WHERE c.relkind = 'p' AND tree.isleaf) holder
-        JOIN pg_attribute m ON m.attrelid = holder.oid AND m.attname = a.attname AND m.atthasmissing) old"""
-"""What rows have that are older than the column. A partitioned table has no rows: its partitions know it, and agree."""
+    CASE WHEN c.relkind = 'p' THEN (
+        SELECT CASE WHEN count(DISTINCT old.value) = 1 THEN min(old.value) END
+        FROM pg_partition_tree(c.oid) tree CROSS JOIN LATERAL (
+            SELECT array_to_string(m.attmissingval, '') AS value FROM pg_attribute m
+            WHERE m.attrelid = tree.relid AND m.attname = a.attname AND m.atthasmissing OFFSET 0) old
+        WHERE tree.isleaf OR tree.relid = c.oid)
+    WHEN a.atthasmissing THEN array_to_string(a.attmissingval, '') END"""
+"""What rows have that are older than the column. A partitioned table has no rows: its partitions know it, and agree.
+(OFFSET 0: Postgres would else look for the column's name in all tables that there are.)"""
 
 _COLUMNS = f"""
     SELECT json_agg(json_build_object(
@@ -48,7 +51,7 @@ _COLUMNS = f"""
         'nullable', NOT (a.attnotnull OR (t.typtype = 'd' AND (t.typnotnull OR base.inner_notnull))),
         'default', (SELECT pg_get_expr(d.adbin, d.adrelid) FROM pg_attrdef d
             WHERE d.adrelid = a.attrelid AND d.adnum = a.attnum),
-        'missing', ({_MISSING}), 'generated', a.attgenerated, 'base', base.oid::int8, 'base_mod', base.typmod,
+        'missing', {_MISSING}, 'generated', a.attgenerated, 'base', base.oid::int8, 'base_mod', base.typmod,
         'element', (SELECT json_build_object('oid', e.typelem::int8, 'delimiter', e.typdelim) FROM pg_type e
             WHERE e.oid = coalesce(base.oid, t.oid)
             AND e.typsubscript = 'array_subscript_handler'::regproc AND e.typelem <> 0),
@@ -185,13 +188,12 @@ def enrich(
     facts, with the flagged columns as key. Where whole rows are logged, which hides the key, it is the
     one from before.
     """
-    found = _read(
-        conn,
-        condition="c.oid = %(oid)s::int8::oid",
-        parameters={"oid": relation.oid, "publications": list(publications)},
-        column_lists=bool(publications) and conn.info.server_version >= 150000,
-    )
-    known = found[0].relation if found else None
+    found = tables_by_oid(conn, [relation.oid], publications)
+    return completed(relation, found[0].relation if found else None, before, value_encoding(conn.pgconn))
+
+
+def completed(relation: Relation, known: Relation | None, before: Relation | None, encoding: str) -> Relation:
+    """The same for a relation that was found in the catalog (`known`), or was not there any more."""
     if known is None or _said(known) != _said(relation):
         if before is not None and _said(before) == _said(relation):
             return before
@@ -199,7 +201,6 @@ def enrich(
         primary: tuple[str, ...] = ()
         if relation.identity == "f" and before is not None and before.primary_key:
             primary = before.primary_key if set(before.primary_key) <= set(flagged) else ()
-        encoding = value_encoding(conn.pgconn)
         return replace(relation, key=primary or flagged, primary_key=primary, enriched=False, encoding=encoding)
     return replace(known, enriched=True)
 

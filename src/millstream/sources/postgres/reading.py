@@ -34,6 +34,7 @@ from millstream.sources.base import Block
 from millstream.sources.postgres.assemble import Assembler
 from millstream.sources.postgres.bulk import BulkReader, BulkRefused
 from millstream.sources.postgres.capture import Replication, SlotBusy
+from millstream.sources.postgres.descriptions import Descriptions
 from millstream.sources.postgres.options import PostgresOptions
 from millstream.sources.postgres.pgoutput import ProtocolError
 from millstream.sources.postgres.session import Session
@@ -63,6 +64,7 @@ class Reading:
         self,
         options: PostgresOptions,
         assembler: Assembler,
+        descriptions: Descriptions,
         *,
         stream: PGconn,
         open_stream: Callable[[int], PGconn],
@@ -78,6 +80,7 @@ class Reading:
         """
         self._options = options
         self._assembler = assembler
+        self._descriptions = descriptions
         self._stream: PGconn | None = stream
         self._open_stream = open_stream
         self._open_session = open_session
@@ -193,7 +196,7 @@ class Reading:
             session = self._open_session()
         except SourceError as error:
             raise BulkRefused(error.message) from None
-        self._bulk = bulk = BulkReader(session, self._assembler, self._options.slot, self._plugin)
+        self._bulk = bulk = BulkReader(session, self._assembler, self._descriptions, self._options.slot, self._plugin)
         for block in chain(turns(bulk.open()), bulk.blocks(self._is_close, self._lingers)):
             yield block
             mover.turn(self._acked, near=self._near)

@@ -26,6 +26,7 @@ from millstream.sources.postgres.connection import (
     connect_session,
     translated,
 )
+from millstream.sources.postgres.descriptions import Descriptions
 from millstream.sources.postgres.lsn import format_lsn
 from millstream.sources.postgres.membership import Publication
 from millstream.sources.postgres.options import PostgresOptions
@@ -153,9 +154,10 @@ class PostgresSource:
         watcher = Watcher(control, self._options, self._spec.tables, self._look)
         watcher.recall(self._recalled)
         ears = Ears()
+        descriptions = Descriptions(control, self._options.publications)
 
         def describe(relation: Relation) -> int:
-            described = self._described(control, relation)
+            described = self._described(control, descriptions, relation)
             number = register(described)
             watcher.describe(number, described)
             return number
@@ -175,7 +177,7 @@ class PostgresSource:
 
         kind = Assembler if self._options.protocol == 1 else StreamedAssembler
         assembler = kind(start, describe, Spool(self._work), hear=hear)
-        reading = self._read(control, stream, assembler)
+        reading = self._read(control, stream, assembler, descriptions)
         self._heard_at, self._watched_at = time.monotonic(), float("-inf")
         self._heard = start
         if self._options.ddl_trigger and (first := watcher.look(start)) is not None:
@@ -195,23 +197,23 @@ class PostgresSource:
                 if look is not None:
                     yield Block(look=look)
 
-    def _described(self, control: Connection, relation: Relation) -> Relation:
+    def _described(self, control: Connection, descriptions: Descriptions, relation: Relation) -> Relation:
         """A relation with all that is known of it: as the log told it, else as the catalog has it."""
         described = self._told.get(relation.oid)
         if described is None or not catalog.is_same(described, relation):
-            before = self._known.get(relation.oid)
-            described = catalog.enrich(control, relation, self._options.publications, before)
+            described = descriptions.completed(relation, self._known.get(relation.oid))
         if described.enriched:
             self._known[relation.oid] = described
         described = replace(described, types=self._options.types.chosen)
         check_wire(described, self._options.wire, control.info.server_version)
         return described
 
-    def _read(self, control: Connection, stream: PGconn, assembler: Assembler) -> Reading:
+    def _read(self, control: Connection, stream: PGconn, assembler: Assembler, descriptions: Descriptions) -> Reading:
         """What reads the log, from here on with the stream that was opened."""
         self._reading = reading = Reading(
             self._options,
             assembler,
+            descriptions,
             stream=stream,
             open_stream=self._checked_stream,
             open_session=lambda: Session(self._heeded(connect_session(self._spec, self._options))),
