@@ -10,6 +10,7 @@ import pytest
 
 from millstream.model import Column, Relation
 from millstream.sources.base import Severity
+from millstream.sources.postgres import descriptions
 from millstream.sources.postgres.catalog import enrich, relations, select
 from millstream.sources.postgres.descriptions import Descriptions
 from tests.fixtures.postgres import Database
@@ -126,23 +127,23 @@ def test_one_look_is_enough_for_the_tables_of_a_call_and_none_is_kept_beyond_it(
     any_database.sql(ROWS)
     logged = logged_relations(control)
     typed, heap = logged["typed"], logged["heap"]
-    descriptions = Descriptions(control.conn, control.options.publications)
+    asking = Descriptions(control.conn, control.options.publications)
 
     def enriched(*relations: Relation) -> list[bool]:
-        return [descriptions.completed(relation, None).enriched for relation in relations]
+        return [asking.completed(relation, None).enriched for relation in relations]
 
-    descriptions.begin_call()
+    asking.begin_call()
     assert enriched(typed, heap) == [True, True]
     any_database.sql("ALTER TABLE heap ADD COLUMN more int")
     assert enriched(heap) == [True], "as it was when the call began to send"
-    descriptions.begin_call()
+    asking.begin_call()
     assert enriched(typed) == [True]
     any_database.sql("ALTER TABLE heap DROP COLUMN more")
     assert enriched(heap) == [False], "looked at with the other one, before that"
-    descriptions.begin_call()
-    assert descriptions.completed(typed, None) == enrich(control.conn, typed, control.options.publications)
+    asking.begin_call()
+    assert asking.completed(typed, None) == enrich(control.conn, typed, control.options.publications)
     any_database.sql("ALTER TABLE typed ADD COLUMN more int")
-    descriptions.end_calls()
+    asking.end_calls()
     assert enriched(typed, heap) == [False, True], "a stream asks each time"
 
 
@@ -152,16 +153,31 @@ def test_a_table_that_a_call_brings_for_the_first_time_or_that_is_gone(
     control.prepare()
     any_database.sql(ROWS)
     logged = logged_relations(control)
-    descriptions = Descriptions(control.conn, control.options.publications)
-    descriptions.begin_call()
-    assert descriptions.completed(logged["typed"], None).enriched
-    descriptions.begin_call()
-    assert descriptions.completed(logged["whole"], None).enriched
+    asking = Descriptions(control.conn, control.options.publications)
+    asking.begin_call()
+    assert asking.completed(logged["typed"], None).enriched
+    asking.begin_call()
+    assert asking.completed(logged["whole"], None).enriched
     any_database.sql("DROP TABLE whole")
-    descriptions.begin_call()
+    asking.begin_call()
     before = replace(logged["whole"], key=("id",), enriched=True)
-    assert descriptions.completed(logged["whole"], before) == before
-    assert not descriptions.completed(logged["whole"], None).enriched
+    assert asking.completed(logged["whole"], before) == before
+    assert not asking.completed(logged["whole"], None).enriched
+
+
+@pytest.mark.parametrize(("most", "seen"), [(2, [True, True]), (1, [True, False])])
+def test_a_first_call_expects_what_changed_before_if_that_is_little(
+    any_database: Database, control: Control, monkeypatch: pytest.MonkeyPatch, most: int, seen: list[bool]
+) -> None:
+    monkeypatch.setattr(descriptions, "MOST_EXPECTED", most)
+    control.prepare()
+    any_database.sql(ROWS)
+    typed, heap = (logged_relations(control)[name] for name in ("typed", "heap"))
+    asking = Descriptions(control.conn, control.options.publications, {typed.oid, heap.oid})
+    asking.begin_call()
+    first = asking.completed(typed, None).enriched
+    any_database.sql("ALTER TABLE heap ADD COLUMN more int")
+    assert [first, asking.completed(heap, None).enriched] == seen
 
 
 def test_what_older_rows_have_in_a_new_column_is_found_also_below_a_partitioned_table(

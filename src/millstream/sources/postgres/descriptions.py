@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from millstream.model import Relation
 from millstream.sources.postgres import catalog
 from millstream.sources.postgres.connection import Connection, value_encoding
+
+MOST_EXPECTED = 32
+"""Of so many tables or fewer all are asked for with the first one that changes."""
 
 
 class Descriptions:
@@ -17,11 +20,12 @@ class Descriptions:
     anything: one look at that moment, at all tables that changed in the last call too, is late enough for each of them.
     """
 
-    def __init__(self, control: Connection, publications: Sequence[str]) -> None:
+    def __init__(self, control: Connection, publications: Sequence[str], known: Collection[int] = ()) -> None:
+        """`known` are the numbers of tables that have changed before."""
         self._control = control
         self._publications = tuple(publications)
         self._looked: dict[int, Relation | None] | None = None
-        self._described: set[int] = set()
+        self._described = set(known) if len(known) <= MOST_EXPECTED else set()
         self._expected: set[int] = set()
 
     def begin_call(self) -> None:

@@ -199,7 +199,7 @@ class Reading:
         self._bulk = bulk = BulkReader(session, self._assembler, self._descriptions, self._options.slot, self._plugin)
         for block in chain(turns(bulk.open()), bulk.blocks(self._is_close, self._lingers)):
             yield block
-            mover.turn(self._acked, near=self._near)
+            mover.turn(self._acked, near=self._near and not block.left)
         if mover.refused is not None:
             raise BulkRefused(f"the slot cannot be moved meanwhile: {mover.refused}")
 

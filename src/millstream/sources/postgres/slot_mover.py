@@ -1,8 +1,8 @@
 """Moves the slot by SQL while no stream is there to acknowledge through.
 
 Advancing a slot reads the log from where the slot restarts, so it is done now and then, and never
-so often that it takes more than a fraction of the time. While capture is far behind the server has enough
-to do; when it is close a stream waits for the slot to follow.
+so often that it takes more than a fraction of the time. While capture is behind the server has enough
+to do; when it is not a stream waits for the slot to follow.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from millstream.sources.postgres.session import TURN_SECONDS, Refused, Session, 
 MOVE_SECONDS: Final = 5.0
 """The shortest time between two moves,"""
 NEAR_SECONDS: Final = 2.0
-"""when capture is close to the log's end this,"""
+"""when capture has read the log to its end this,"""
 MOVE_SHARE: Final = 10
 """and so many times what the last one took."""
 _PASSES: Final = ("55006", "57014")
@@ -48,7 +48,7 @@ class SlotMover:
         return self._moved
 
     def turn(self, acked: int, *, near: bool) -> None:
-        """Begin or end a move if one is due. Waits for nothing. `near`: capture is close to the log's end."""
+        """Begin or end a move if one is due. Waits for nothing. `near`: capture is at the log's end."""
         if self._moving is not None:
             self._end()
             return

@@ -154,7 +154,7 @@ class PostgresSource:
         watcher = Watcher(control, self._options, self._spec.tables, self._look)
         watcher.recall(self._recalled)
         ears = Ears()
-        descriptions = Descriptions(control, self._options.publications)
+        descriptions = Descriptions(control, self._options.publications, self._known.keys())
 
         def describe(relation: Relation) -> int:
             described = self._described(control, descriptions, relation)
