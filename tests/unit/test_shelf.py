@@ -143,10 +143,29 @@ def test_what_nobody_took_for_long_makes_room(shelf: Shelf, monkeypatch: pytest.
     assert names(shelf) == ["second.arrow", "second.lock"]
 
 
+def test_two_who_hold_a_lock_of_the_same_changes_write_two_files(shelf: Shelf) -> None:
+    """A lock that is thirty seconds old may be removed while somebody decodes: the next one finds none, and decodes."""
+
+    def decode() -> Decoded:
+        Path(shelf.directory, "k.lock").unlink()
+        assert same(shelf.changes("k", made), made())
+        (laid,) = [path.stat().st_ino for path in Path(shelf.directory).glob("k.arrow")]
+        taken = shelf.changes("k", never)
+        inner.append((laid, taken))
+        return made()
+
+    inner: list[tuple[int, Decoded]] = []
+    assert same(shelf.changes("k", decode), made())
+    ((laid, taken),) = inner
+    assert Path(shelf.directory, "k.arrow").stat().st_ino != laid
+    assert same(taken, made()), "what was mapped before has not changed"
+
+
 def test_without_a_place_each_decodes_for_himself(shelf: Shelf) -> None:
-    Path(shelf.directory, "k.part").mkdir()  # cannot be written to
+    Path(shelf.directory, "k.arrow").mkdir()  # nothing can be put there
     assert same(shelf.changes("k", made), made())
     assert same(shelf.changes("k", made), made())
+    assert names(shelf) == ["k.arrow", "k.lock"]
     nowhere = Shelf(str(Path(shelf.directory) / "nowhere"), readers=3)
     assert same(nowhere.changes("k", made), made())
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from uuid import uuid4
 
 import pyarrow as pa
 
@@ -107,11 +108,15 @@ class Shelf:
         if not made.batches or not self._has_room(sum(batch.nbytes for batch in made.batches)):
             self._remove(key)
             return
-        part = Path(self.directory, f"{key}.part")
-        with pa.OSFile(str(part), "wb") as file, pa.ipc.new_stream(file, made.batches[0].schema) as writer:
-            for batch in made.batches:
-                writer.write_batch(batch)
-        part.rename(self._path(key))
+        # A lock that is old may be removed while it is held. So nobody writes to a file that another one has written to.
+        part = Path(self.directory, f"{key}-{uuid4().hex}.part")
+        try:
+            with pa.OSFile(str(part), "wb") as file, pa.ipc.new_stream(file, made.batches[0].schema) as writer:
+                for batch in made.batches:
+                    writer.write_batch(batch)
+            part.rename(self._path(key))
+        finally:
+            part.unlink(missing_ok=True)
         _write_label(lock, _Label(made.taken, made.skipped, made.bytes, had=1))
 
     def _has_room(self, wanted: int) -> bool:
