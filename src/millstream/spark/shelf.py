@@ -108,7 +108,7 @@ class Shelf:
         if not made.batches or not self._has_room(sum(batch.nbytes for batch in made.batches)):
             self._remove(key)
             return
-        # A lock that is old may be removed while it is held. So nobody writes to a file that another one has written to.
+        # A lock that is old may be removed while it is held: so nobody writes to a file that another has written to.
         part = Path(self.directory, f"{key}-{uuid4().hex}.part")
         try:
             with pa.OSFile(str(part), "wb") as file, pa.ipc.new_stream(file, made.batches[0].schema) as writer:
