@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import multiprocessing
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -168,6 +169,20 @@ def test_without_a_place_each_decodes_for_himself(shelf: Shelf) -> None:
     assert names(shelf) == ["k.arrow", "k.lock"]
     nowhere = Shelf(str(Path(shelf.directory) / "nowhere"), readers=3)
     assert same(nowhere.changes("k", made), made())
+
+
+def test_where_nothing_can_be_written_what_lies_there_is_still_taken(shelf: Shelf) -> None:
+    shelf.changes("k", made)
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, usual[1]))  # as on a full disk: no file may get any longer
+    try:
+        found = shelf.changes("k", never)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert same(found, made())
+    # Nobody knows any more what lies there: the next one decodes for himself, and lays it there anew.
+    assert same(shelf.changes("k", made), made())
+    assert same(shelf.changes("k", never), made())
 
 
 def test_a_shelf_is_empty_when_it_is_prepared(shelf: Shelf) -> None:

@@ -61,6 +61,8 @@ class RelationLog:
         self._ids = {relation.fingerprint(): number for number, relation in known.items()}
         self.described = list(known.values())
         """Every description, in the order of their ids."""
+        self._given: dict[Relation, int] = {}
+        """What was asked for before: a source may describe a table anew for every stretch of its log."""
         self.bytes = len(whole)
         self._waiting: list[bytes] = []
         if len(whole) < len(raw):
@@ -71,6 +73,12 @@ class RelationLog:
         return len(self._ids)
 
     def register(self, relation: Relation) -> int:
+        given = self._given.get(relation)
+        if given is None:
+            given = self._given[relation] = self._register(relation)
+        return given
+
+    def _register(self, relation: Relation) -> int:
         fingerprint = relation.fingerprint()
         if fingerprint not in self._ids:
             number = len(self._ids) + 1

@@ -70,9 +70,9 @@ class Decoding:
     def _alone(self, pieces: Iterable[Piece]) -> Iterator[pa.RecordBatch]:
         rows = Rows(self._opener, self._after, pieces)
         self._read.append(rows)
-        for raw in rows:
-            self.bytes += raw.nbytes
-            yield assemble(raw, self._relation, self._relation_id, self._event_prefix)
+        for size, batch in self._assembled(rows):
+            self.bytes += size
+            yield batch
 
     def _together(self, shelf: Shelf) -> Iterator[pa.RecordBatch]:
         for group in groups(self._pieces):
@@ -86,11 +86,14 @@ class Decoding:
             yield from found.batches
 
     def _decoded(self, group: Sequence[Piece]) -> Decoded:
-        rows, size, batches = Rows(self._opener, self._after, group), 0, []
+        rows = Rows(self._opener, self._after, group)
+        made = list(self._assembled(rows))
+        return Decoded([batch for _, batch in made], rows.taken, rows.skipped, sum(size for size, _ in made))
+
+    def _assembled(self, rows: Rows) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Changes, each batch with the bytes of the rows that it was made of."""
         for raw in rows:
-            size += raw.nbytes
-            batches.append(assemble(raw, self._relation, self._relation_id, self._event_prefix))
-        return Decoded(batches, rows.taken, rows.skipped, size)
+            yield raw.nbytes, assemble(raw, self._relation, self._relation_id, self._event_prefix)
 
     def _key(self, group: Sequence[Piece]) -> str:
         """Names the changes, not their place, which moves when a segment is sealed: a seq is one change for ever."""

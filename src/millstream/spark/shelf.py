@@ -98,10 +98,11 @@ class Shelf:
         except (OSError, pa.ArrowException):
             return None
         label = replace(label, had=label.had + 1)
-        if label.had >= self.readers:
-            self._remove(key)
-        else:
-            _write_label(lock, label)
+        with suppress(OSError):  # it stays until it is old, or is laid there anew
+            if label.had >= self.readers:
+                self._remove(key)
+            else:
+                _write_label(lock, label)
         return Decoded(batches, label.taken, label.skipped, label.bytes)
 
     def _lay(self, lock: int, key: str, made: Decoded) -> None:
@@ -171,10 +172,10 @@ def _acquired(lock: int) -> bool:
 
 def _read_label(lock: int) -> _Label | None:
     """None when nothing was laid there, or whoever was about to was killed."""
-    text = os.pread(lock, 4096, 0)
     try:
+        text = os.pread(lock, 4096, 0)
         return _Label(**json.loads(text)) if text else None
-    except (ValueError, TypeError):
+    except (OSError, ValueError, TypeError):
         return None
 
 

@@ -253,7 +253,7 @@ def _check_publications(
     if reasons:
         raise SourceHalted(f"changes are missing from the log: {'; '.join(reasons)}", hint=_REBASE)
     left = {name: state.left for name, state in actual.items() if state.left is not None}
-    reasons = check_drift(conn, expected if expected is not None else left)
+    reasons = check_drift(conn, expected if expected is not None else left, actual)
     if reasons:
         raise drift_error(reasons, options)
 

@@ -136,9 +136,15 @@ def drift(expected: Publication, actual: Publication | None, gone: Collection[in
     return found
 
 
-def check_drift(conn: Connection, expected: Mapping[str, Publication]) -> list[str]:
-    """Compare the publications with what they should be. Empty when nothing has changed."""
-    actual = read_publications(conn, list(expected))
+def check_drift(
+    conn: Connection, expected: Mapping[str, Publication], actual: Mapping[str, Publication] | None = None
+) -> list[str]:
+    """Compare the publications with what they should be. Empty when nothing has changed.
+
+    `actual` are the publications as they were just read; without it they are read now.
+    """
+    if actual is None:
+        actual = read_publications(conn, list(expected))
     gone = gone_tables(conn, [member for publication in expected.values() for member in publication.members])
     return [said for name, state in expected.items() for said in drift(state, actual.get(name), gone)]
 

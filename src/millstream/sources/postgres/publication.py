@@ -79,9 +79,10 @@ def sync_publications(
     a table changed under our eyes.
     """
     if not first_start:
-        left = {one.name: one.left for one in read_publications(conn, options.publications).values() if one.left}
+        found = read_publications(conn, options.publications)
+        left = {one.name: one.left for one in found.values() if one.left}
         # A table that lost its identity while nobody watched is no less a loss than one that does so later.
-        reasons = watch_publications(conn, options, left, patterns) if options.publication in left else []
+        reasons = _watch(conn, options, left, found, patterns) if options.publication in left else []
         if reasons:
             raise drift_error(reasons, options)
     plan = _sync(conn, patterns, options, first_start=first_start, dry_run=False)
@@ -109,12 +110,12 @@ def _sync(
         _refuse_foreign(before, statements)
         for _, statement in statements:
             conn.execute(statement.encode())
-        after = read_publications(conn, options.publications)
+        after = read_publications(conn, options.publications) if statements else before
         if statements:
             # The tables are locked against DDL now: what holds here holds at commit.
             _refuse_danger(after[options.publication], select(conn, patterns).tables)
-        _leave_records(conn, after, options, created=set(after) - set(before))
-        after = read_publications(conn, options.publications)
+        if _leave_records(conn, after, options, created=set(after) - set(before)):
+            after = read_publications(conn, options.publications)
     return PublicationPlan(
         publications=after,
         statements=tuple(statement for _, statement in statements),
@@ -132,7 +133,18 @@ def watch_publications(
     insert-only publication at once, and reported. Any reason returned must halt the source, and
     every later start of it, until a person has accepted what is missing (`drift_hint`).
     """
-    reasons = check_drift(conn, expected) or renamed_away(conn, expected, patterns)
+    return _watch(conn, options, expected, read_publications(conn, list(expected)), patterns)
+
+
+def _watch(
+    conn: Connection,
+    options: PostgresOptions,
+    expected: Mapping[str, Publication],
+    actual: Mapping[str, Publication],
+    patterns: Sequence[str],
+) -> list[str]:
+    """As `watch_publications`, with the publications as they were just read."""
+    reasons = check_drift(conn, expected, actual) or renamed_away(conn, expected, actual, patterns)
     if reasons:
         return reasons
     members = {member.table: member for member in expected[options.publication].members}
@@ -269,16 +281,17 @@ def _refuse_errors(selection: Selection) -> None:
         raise PreflightError("the patterns in `tables` name no table that can be captured")
 
 
-def renamed_away(conn: Connection, expected: Mapping[str, Publication], patterns: Sequence[str]) -> list[str]:
+def renamed_away(
+    conn: Connection,
+    expected: Mapping[str, Publication],
+    actual: Mapping[str, Publication],
+    patterns: Sequence[str],
+) -> list[str]:
     """Tables that have another name now, so that the patterns mean others, or fewer. One sentence each.
 
     A publication goes with the table and not with its name: what is called so now may never have been in the log.
     """
-    names = {
-        m.table: m.title
-        for publication in read_publications(conn, list(expected)).values()
-        for m in publication.members
-    }
+    names = {m.table: m.title for name in expected if name in actual for m in actual[name].members}
     before = {m.table: m.title for publication in expected.values() for m in publication.members}
     moved = {oid: was for oid, was in before.items() if names.get(oid, was) != was}
     if not moved or not patterns:
@@ -306,7 +319,7 @@ def _refuse_drift(
     left = [publication.left for publication in before.values() if publication.left is not None]
     gone = gone_tables(conn, [member for publication in left for member in publication.members])
     reasons = [said for publication in left for said in drift(publication, before[publication.name], gone)]
-    reasons = reasons or renamed_away(conn, {publication.name: publication for publication in left}, patterns)
+    reasons = reasons or renamed_away(conn, {one.name: one for one in left}, before, patterns)
     if reasons:
         raise drift_error(reasons, options)
 
@@ -344,7 +357,9 @@ def _refuse_danger(publication: Publication, tables: Sequence[Table]) -> None:
 
 def _leave_records(
     conn: Connection, publications: Mapping[str, Publication], options: PostgresOptions, created: Collection[str] = ()
-) -> None:
+) -> bool:
+    """Write down on each publication of ours how it was left, where that is not there already. Whether any was not."""
+    written = False
     for name, publication in publications.items():
         if not (publication.owned and (publication.ours or name in created)):
             continue
@@ -356,6 +371,8 @@ def _leave_records(
                 sql.Identifier(name), sql.Literal(publication.comment(asked))
             )
         )
+        written = True
+    return written
 
 
 def _move_to_inserts(conn: Connection, options: PostgresOptions, tables: Sequence[Table]) -> bool:
