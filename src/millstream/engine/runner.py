@@ -32,6 +32,8 @@ from millstream.state.base import Runtime, StateStore
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 FIRST_WORD = 10.0
 """Seconds in which a source that is not fit is told before Spark starts. A machine at its limits needs some."""
+SETTLED_TICK = 0.25
+"""Seconds between two looks at what is asked, when all runs that should: most streams are quiet most of the time."""
 
 
 def run(
@@ -120,8 +122,8 @@ class Runner:
 
     def _loop(self) -> None:
         """Start what is due, do what is asked, until told to stop or (once) until all is delivered."""
-        started = False
-        while not self._stop.wait(TICK):
+        started = settled = False
+        while not self._stop.wait(SETTLED_TICK if settled and not self._once else TICK):
             self._running.raise_failure()
             settled = self._running.advance(strict=not started)
             started = started or settled

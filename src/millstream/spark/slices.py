@@ -59,7 +59,7 @@ _DDL = ", ".join(
 
 POLL = 0.02
 """Seconds between two looks at the journal's head,"""
-QUIET_POLL = 0.05
+QUIET_POLL = 0.1
 """and when nothing has come for a while (`QUIET`, in seconds): a stream to which nothing happens shall cost nothing."""
 QUIET = 5.0
 
@@ -74,7 +74,8 @@ STILL = 0.3
 STILL_COVERED = 0.03
 """and when it has read the source's log beyond the last change, which may be the log's end."""
 LONGEST_POLL = 1.0
-"""Seconds after which `latestOffset` answers even if nothing is due, so that Spark can stop the query."""
+"""Seconds after which `latestOffset` answers even if nothing is due, so that Spark can stop the query. A quiet one
+takes twice as long: each answer has Spark plan."""
 
 
 @dataclass(frozen=True)
@@ -197,9 +198,10 @@ class SliceReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._until = min(self._until, self._options.until)
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, int]:
-        """The end of the next batch, or `start` when none is due within `LONGEST_POLL` seconds."""
+        """The end of the next batch, or `start` when none is due for a while."""
         first = int(start["seq"])
-        deadline = time.monotonic() + LONGEST_POLL
+        quiet = time.monotonic() - self._moved_at >= QUIET
+        deadline = time.monotonic() + LONGEST_POLL * (2 if quiet else 1)
         while (end := self._next_end(first)) is None:
             self._answered()
             if self._until is not None or time.monotonic() >= deadline:
