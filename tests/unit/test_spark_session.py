@@ -75,6 +75,16 @@ def test_only_a_local_master_stays_on_this_host(
     assert session._configuration(tmp_path, master, "test", []).get("spark.driver.host") == address
 
 
+def test_workers_get_an_arrow_that_keeps_memory(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    environment.setenv("PYTHONPATH", "/mine")
+    environment.delenv("MIMALLOC_PURGE_DELAY", raising=False)
+    assert (
+        session._configuration(tmp_path, "local[4,4]", "test", [])["spark.executorEnv.MIMALLOC_PURGE_DELAY"] == "10000"
+    )
+    environment.setenv("MIMALLOC_PURGE_DELAY", "5")
+    assert "spark.executorEnv.MIMALLOC_PURGE_DELAY" not in session._configuration(tmp_path, "local[4,4]", "test", [])
+
+
 def test_everything_spark_writes_is_under_the_home(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
     environment.setenv("PYTHONPATH", "/mine")
     home = tmp_path / "a home"

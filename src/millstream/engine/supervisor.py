@@ -7,6 +7,7 @@ which then stops capture in its order. When the engine dies, the end of its pipe
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from typing import IO, Any
 from millstream.engine.backoff import Backoff
 from millstream.engine.capture_order import HALTED, STOPPED, CaptureOrder
 from millstream.errors import MillstreamError, SourceHalted
+from millstream.memory import arrow_environment
 from millstream.model import Json
 from millstream.observe import Event, Level, Observer
 
@@ -246,6 +248,7 @@ def start_process() -> subprocess.Popen[str]:
     return subprocess.Popen(
         # -P: a file in the working directory must not stand in for a module.
         [sys.executable, "-P", "-m", "millstream.engine.capture_process"],
+        env={**os.environ, **arrow_environment()},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
