@@ -76,7 +76,8 @@ def test_a_link_is_no_lock(tmp_path: Path) -> None:
         pass
 
 
-def test_both_ways_take_turns_and_the_first_turn_too() -> None:
+def test_both_ways_take_turns_and_the_first_turn_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frame, "_stolen_seconds", lambda: 0.0)
     order: list[str] = []
 
     def way(name: str) -> Any:
@@ -92,6 +93,50 @@ def test_both_ways_take_turns_and_the_first_turn_too() -> None:
     assert order == ["theirs 1", "ours 1", "ours 1", "theirs 1", "theirs 20", "ours 20", "ours 20", "theirs 20"]
     assert len(rounds) == 4
     assert steps.said[0] == "8 steps"
+
+
+class Host:
+    """Takes so many of ten seconds of each run from the two processors. Its clock is that of the runs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, takes: list[float]) -> None:
+        self._takes = iter(takes)
+        self._stolen = self._now = 0.0
+        monkeypatch.setattr(frame, "_stolen_seconds", lambda: self._stolen)
+        monkeypatch.setattr(frame.time, "monotonic", lambda: self._now)
+        monkeypatch.setattr(frame.os, "cpu_count", lambda: 2)
+
+    def run(self, part: mix.Part) -> Taken:
+        taken = next(self._takes)
+        self._stolen += taken
+        self._now += 10.0
+        return Taken(3.0 + taken, equal=taken != 7.0, extra={"batches": 4})
+
+
+@pytest.mark.parametrize(
+    ("takes", "seconds", "extra"),
+    [
+        ([1.0], 4.0, {"stolen": 0.05}),
+        ([4.0, 0.0], 3.0, {"stolen": 0.0, "disturbed": [7.0]}),
+        ([5.0, 3.0, 4.0], 6.0, {"stolen": 0.15, "disturbed": [8.0, 7.0]}),
+    ],
+)
+def test_a_run_whose_processors_the_host_has_taken_is_taken_again(
+    monkeypatch: pytest.MonkeyPatch, takes: list[float], seconds: float, extra: dict[str, Any]
+) -> None:
+    steps, host = Quiet(), Host(monkeypatch, takes)
+    (round_,) = alternate(mix.parts(150)[:1], Settings(steps, repeat=1), {OURS: host.run})
+    taken = round_.taken[OURS]
+    assert (taken.seconds, taken.equal, taken.extra) == (seconds, True, {"batches": 4, **extra})
+    assert [said for said in steps.said if "once more" in said] == [
+        f"1-row transactions, ours, 1 of 1: the host took {share * 5:.0f}% of the processors; once more"
+        for share in takes[:-1]
+    ]
+
+
+def test_a_disturbed_run_must_have_been_right_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(monkeypatch, [7.0, 0.0])
+    (round_,) = alternate(mix.parts(150)[:1], Settings(Quiet(), repeat=1), {OURS: host.run})
+    assert not round_.taken[OURS].equal
 
 
 def test_medians_count_and_the_lowest_ratio() -> None:

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +28,10 @@ MOST_LOAD = 0.5
 LOOK_SECONDS = 3.0
 """How long the processors are watched where the average cannot tell a busy machine from one that was busy."""
 STAT = Path("/proc/stat")
+MOST_STOLEN = 0.05
+"""The share of the processors' time that the host of a virtual machine may take away during a run. Above it the run"""
+AGAIN = 2
+"""is taken again, so often at most, and the one counts that lost least: who needs all processors feels it most."""
 REPEAT = 3
 LOCK = Path("/tmp" if Path("/tmp").is_dir() else tempfile.gettempdir()) / "millstream-bench.lock"  # noqa: S108
 
@@ -137,6 +141,13 @@ def _busy_seconds() -> float:
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
+def _stolen_seconds() -> float:
+    """Processor seconds since the start of the machine that its host gave to others while there was work here."""
+    if not STAT.exists():
+        return 0.0
+    return int(STAT.read_text().splitlines()[0].split()[8]) / os.sysconf("SC_CLK_TCK")
+
+
 def _open_lock() -> int:
     """Everybody's file: opened first and made only if it is missing, as sticky directories want it."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -162,10 +173,31 @@ def alternate(parts: Sequence[Part], settings: Settings, ways: Mapping[str, Way]
             taken: dict[str, Taken] = {}
             first = number % len(ways)
             for name in (*list(ways)[first:], *list(ways)[:first]):
-                settings.steps.step(f"{part.name}, {name}, {number + 1} of {settings.repeat}")
-                taken[name] = ways[name](part)
+                turn = f"{part.name}, {name}, {number + 1} of {settings.repeat}"
+                settings.steps.step(turn)
+                taken[name] = _undisturbed(ways[name], part, turn, settings.steps)
             rounds.append(Round(part.name, part.changes, taken))
     return rounds
+
+
+def _undisturbed(way: Way, part: Part, turn: str, steps: Steps) -> Taken:
+    """A run during which the machine had its processors; the least disturbed of some, where there is none.
+
+    It says how much was `stolen`, and has the seconds of the others (`disturbed`). All of them must have been right.
+    """
+    tried: list[tuple[float, Taken]] = []
+    while True:
+        before, began = _stolen_seconds(), time.monotonic()
+        taken = way(part)
+        stolen = (_stolen_seconds() - before) / ((time.monotonic() - began) * (os.cpu_count() or 1))
+        tried.append((stolen, taken))
+        if stolen <= MOST_STOLEN or len(tried) > AGAIN:
+            break
+        steps.note(f"{turn}: the host took {stolen:.0%} of the processors; once more")
+    stolen, best = min(tried, key=lambda one: one[0])
+    others = [round(taken.seconds, 4) for _, taken in tried if taken is not best]
+    told = {"stolen": round(stolen, 3)} | ({"disturbed": others} if others else {})
+    return replace(best, equal=all(taken.equal for _, taken in tried), extra={**best.extra, **told})
 
 
 def result(name: str, rounds: Sequence[Round], *, baseline: str, must: float | None, against: str = BASELINE) -> Json:
