@@ -11,7 +11,7 @@ from millstream.journal import JournalReader
 from millstream.journal.format import Slice
 from millstream.model import BatchLimits, SeqRange
 from millstream.sources.base import Block
-from millstream.spark.slices import Pacer, SliceOptions, SlicePartition, SliceReader, from_rows, to_rows
+from millstream.spark.slices import Pacer, SliceOptions, SlicePartition, SliceReader, backlog_bytes, from_rows, to_rows
 from tests.fixtures.journals import Journal, shop_table
 
 
@@ -74,26 +74,26 @@ def between(now: float, *, left: int) -> Pacer:
     return pacer
 
 
-def test_between_two_stretches_of_a_backlog_there_is_time_for_a_full_batch() -> None:
-    pacer = between(10.2, left=501)
-    assert pacer.due(10.2, full=True, many=500)
-    assert not pacer.due(10.2, full=False, many=500), "a small one waits for the next stretch"
-    assert not between(11.99, left=501).due(11.99, full=False, many=500)
-    assert between(12.0, left=501).due(12.0, full=False, many=500), "but not for ever"
+@pytest.mark.parametrize("full", [False, True])
+def test_a_batch_waits_for_the_next_stretch_of_a_backlog(full: bool) -> None:
+    assert not between(10.2, left=1).due(10.2, full=full, many=True)
+    assert not between(11.99, left=1 << 40).due(11.99, full=full, many=True)
+    assert between(12.0, left=1 << 40).due(12.0, full=full, many=True), "but not for ever"
+    assert between(10.2, left=1).due(10.2, full=True), "one that has no room for more does not"
+    assert between(10.2, left=0).due(10.2, full=True, many=True), "nothing is left"
 
 
-def test_a_small_rest_of_a_backlog_is_waited_for() -> None:
-    assert not between(10.2, left=500).due(10.2, full=True, many=500)
-    assert between(12.0, left=500).due(12.0, full=True, many=500)
-    assert between(10.2, left=0).due(10.2, full=True, many=500), "nothing is left"
+def test_a_batch_of_a_backlog_is_larger_but_not_without_limit() -> None:
+    mib = 1 << 20
+    assert [backlog_bytes(size * mib) // mib for size in (1, 16, 20, 32, 64)] == [8, 128, 128, 128, 256]
 
 
 def test_a_stretch_is_not_cut_in_its_middle() -> None:
     pacer = Pacer(200)
     pacer.clear(10.0)
     pacer.look(11.5, 1000, left=1 << 30)
-    assert not pacer.due(11.5, full=True, many=500)
-    assert pacer.due(12.0, full=True, many=500)
+    assert not pacer.due(11.5, full=True, many=True)
+    assert pacer.due(12.0, full=True, many=True)
 
 
 @pytest.mark.parametrize(("max_ms", "seconds"), [(0, 0.0), (1, 0.005), (60_000, 60.0)])
@@ -151,20 +151,20 @@ def test_a_transaction_larger_than_the_limits_is_one_batch(journal: Journal) -> 
 
 
 def test_who_is_behind_by_more_than_a_batch_gets_several_at_once(journal: Journal) -> None:
-    for _ in range(10):
+    for _ in range(20):
         journal.transaction([("public.orders", i, "x" * 100) for i in range(100)])
     size = JournalReader(journal.locations).plan_end(0, max_events=100, max_bytes=1 << 30)
     assert size is not None
     planning = reader(journal, max_bytes=size.bytes + size.bytes // 2)
-    ends = [planning.latestOffset({"seq": start}, planning.getDefaultReadLimit())["seq"] for start in (0, 600, 900)]
-    assert ends == [600, 1000, 1000]
+    ends = [planning.latestOffset({"seq": start}, planning.getDefaultReadLimit())["seq"] for start in (0, 1200, 1900)]
+    assert ends == [1200, 2000, 2000]
     events = reader(journal, max_bytes=size.bytes, max_events=250)
     assert events.latestOffset({"seq": 0}, events.getDefaultReadLimit()) == {"seq": 200}
 
 
 @pytest.mark.parametrize(
     ("visible", "covered", "end"),
-    [(2, False, 0), (10, False, 800), (2, True, 200)],
+    [(2, False, 0), (20, False, 1600), (2, True, 200)],
     ids=["waits", "no room for more", "no more there"],
 )
 def test_there_is_no_batch_while_more_of_a_backlog_comes(

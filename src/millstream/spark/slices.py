@@ -64,7 +64,9 @@ QUIET_POLL = 0.1
 QUIET = 5.0
 
 BACKLOG = 4
-"""Who is behind by more than a batch gets so many at once: a batch has a price, whatever it holds."""
+"""Who is behind by more than a batch gets so many at once: a batch has a price, whatever it holds;"""
+BACKLOG_BYTES = 128 << 20
+"""and twice as many where they are not more than this."""
 GATHERING, GATHERING_SECONDS = 5, 1.0
 """Many changes may wait for more, while these keep coming, so many times `max_ms`, and so long at most: see `Pacer`."""
 MANY = 64
@@ -117,6 +119,11 @@ def from_rows(rows: pa.RecordBatch) -> Iterator[tuple[Slice, SeqRange]]:
         yield Slice(**row), span
 
 
+def backlog_bytes(max_bytes: int) -> int:
+    """The most that a batch holds of a backlog."""
+    return max(BACKLOG * max_bytes, min(2 * BACKLOG * max_bytes, BACKLOG_BYTES))
+
+
 class Pacer:
     """Decides when what is pending becomes a batch.
 
@@ -147,16 +154,14 @@ class Pacer:
         if visible != self._visible:
             self._visible, self._moved_at = visible, now - age
 
-    def due(self, now: float, *, full: bool, many: int = 0) -> bool:
-        """Whether pending rows must go now. `many`: their bytes, if so many that more of them are worth a longer wait.
+    def due(self, now: float, *, full: bool, many: bool = False) -> bool:
+        """Whether pending rows must go now. `many`: they are so many that more of them are worth a longer wait.
 
-        So it is while capture hands over a backlog, stretch by stretch. Between two of them there is time for a batch,
-        unless it would be a small one, or the rest is less than what is pending: two batches cost more than one.
-        The wait ends when capture has read everything, or is not heard of any more.
+        So it is while capture hands over a backlog, stretch by stretch: two batches cost more than one, whenever there
+        would be time for them. The wait ends when capture has read everything, or is not heard of any more.
         """
         waited, growing = now - self._waiting_since, now - self._moved_at < self._still
-        between = self._left > 0 and not growing
-        if not many or not (growing or (between and (not full or self._left <= many))):
+        if not many or not (growing or self._left):
             return full or waited >= self._max
         longest = self._gathering * (2 if self._left else 1)
         return waited >= (longest if full else max(self._max, longest))
@@ -231,10 +236,10 @@ class SliceReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return None
         full = planned.full
         if planned.end < visible:
-            more = BACKLOG * limits.max_bytes
+            more = backlog_bytes(limits.max_bytes)
             planned = self._journal.plan_end(start, max_events=limits.max_events, max_bytes=more) or planned
         has_room = planned.end >= visible
-        many = planned.bytes if has_room and planned.bytes >= limits.max_bytes // MANY else 0
+        many = has_room and planned.bytes >= limits.max_bytes // MANY
         if self._until is None and not self._pacer.due(now, full=full, many=many):
             return None
         end = planned.end if self._until is None else min(planned.end, self._until)
