@@ -127,6 +127,7 @@ def test_a_run_whose_processors_the_host_has_taken_is_taken_again(
     (round_,) = alternate(mix.parts(150)[:1], Settings(steps, repeat=1), {OURS: host.run})
     taken = round_.taken[OURS]
     assert (taken.seconds, taken.equal, taken.extra) == (seconds, True, {"batches": 4, **extra})
+    assert taken.first_seconds == 3.0 + takes[0]
     assert [said for said in steps.said if "once more" in said] == [
         f"1-row transactions, ours, 1 of 1: the host took {share * 5:.0f}% of the processors; once more"
         for share in takes[:-1]
@@ -148,6 +149,13 @@ def test_medians_count_and_the_lowest_ratio() -> None:
     assert (found["value"], found["baseline_value"]) == (500, 500)
     assert [run["seconds"] for run in found["runs"]] == [1.0, 9.0, 2.0, 2.0, 2.0, 2.0]
     assert not result("capture", rounds, baseline="another", must=0.6)["reached"]
+
+
+def test_the_result_tells_the_ratio_without_runs_that_were_taken_again() -> None:
+    again = Round("a", 1000, {BASELINE: Taken(4.0, True, first_seconds=3.0), OURS: Taken(2.0, True, first_seconds=6.0)})
+    found = result("capture", [again, of("b", 4.0, 1.0)], baseline="another", must=None)
+    assert (found["ratio"], found["ratio_of_first_tries"]) == (2.0, 0.5)
+    assert [part["ratio_of_first_tries"] for part in found["parts"]] == [0.5, 4.0]
 
 
 def test_one_wrong_run_makes_all_of_it_wrong() -> None:
