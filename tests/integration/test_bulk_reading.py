@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from millstream.observe import Event
-from millstream.sources.postgres import call, reading
+from millstream.sources.postgres import bulk, call, reading
 from tests.fixtures.bulk import TABLES, copy_slot, count, drive_copy, facts, plain, small_steps, write_history
 from tests.fixtures.capture import SECONDS, Driver, drive
 from tests.fixtures.postgres import Database
@@ -86,6 +86,27 @@ def test_each_stretch_tells_how_much_of_the_log_is_left(
     assert len(set(left)) > 3
     assert left == sorted(left, reverse=True)
     assert left[-1] == 0
+
+
+def test_something_is_left_until_the_last_rows_of_a_stretch_are_handed_over(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_steps(monkeypatch)
+    for name in ("FIRST_BYTES", "LONGEST_BYTES", "HELD_BYTES"):
+        monkeypatch.setattr(bulk, name, 1 << 30)
+    database.sql(TABLES)
+    with drive(database, tmp_path / "own"):
+        in_bulk = f"{database.name}_bulk"
+        copy_slot(database, in_bulk)
+    for n in range(40):
+        database.sql(f"INSERT INTO item SELECT {n} * 10 + i, repeat('n', 100) FROM generate_series(1, 10) i")
+    with drive_copy(database, tmp_path, in_bulk, []) as driver:
+        driver.catch_up()
+    left = [block.left for block in driver.blocks if block.rows is not None]
+    assert len(left) > 10
+    assert left == sorted(left, reverse=True)
+    assert left[-1] == 0
+    assert left.count(0) <= 2, "only what the last run has completed: what began before it, and what came with it"
 
 
 def test_changing_over_in_the_middle_of_a_load(

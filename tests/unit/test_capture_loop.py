@@ -20,6 +20,8 @@ from millstream.engine.capture_loop import CaptureLoop
 from millstream.engine.capture_order import CaptureOrder, Control, Rebase
 from millstream.errors import JournalFull, JournalLocked, PreflightError, SourceHalted, SourceUnavailable
 from millstream.journal import JournalReader, JournalWriter, rows
+from millstream.journal.format import Head
+from millstream.journal.head import HeadFile
 from millstream.model import AckPolicy, Column, Json, OnLimit, Relation, Retention, SeqRange, SourceSpec
 from millstream.observe import Event
 from millstream.sources.base import CAPTURED, Block, Finding, Found, Look, Registrar, Severity, SourceIdentity
@@ -187,6 +189,21 @@ def test_the_journal_tells_how_much_of_the_log_is_being_read_and_when_nothing_is
     last = [replace(changes(300), behind=True, left=9), Block(progress=350, left=9), seen, Block(), seen]
     rig.run([*behind, *last])
     assert told == [(1, 70), (1, 70), (2, 9), (2, 0)]
+
+
+def test_the_last_rows_of_a_backlog_are_visible_when_nothing_is_left(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for the end of a backlog would go without them otherwise."""
+    told: list[tuple[int, int]] = []
+    publish = HeadFile.publish
+
+    def seen(file: HeadFile, head: Head) -> None:
+        told.append((head.seq, head.left))
+        publish(file, head)
+
+    monkeypatch.setattr(HeadFile, "publish", seen)
+    first = [replace(changes(200), behind=True, left=70), Block(progress=250, left=70)]
+    rig.run([*first, replace(changes(300), behind=True), Block(progress=350)])
+    assert list(dict.fromkeys(told)) == [(0, 0), (1, 70), (2, 0)]
 
 
 def test_nothing_is_left_of_a_log_whose_connection_is_lost(rig: Rig) -> None:

@@ -11,7 +11,17 @@ from millstream.journal import JournalReader
 from millstream.journal.format import Slice
 from millstream.model import BatchLimits, SeqRange
 from millstream.sources.base import Block
-from millstream.spark.slices import Pacer, SliceOptions, SlicePartition, SliceReader, backlog_bytes, from_rows, to_rows
+from millstream.spark.slices import (
+    HALF_BYTES,
+    Pacer,
+    SliceOptions,
+    SlicePartition,
+    SliceReader,
+    backlog_bytes,
+    from_rows,
+    half_is_there,
+    to_rows,
+)
 from tests.fixtures.journals import Journal, shop_table
 
 
@@ -88,6 +98,21 @@ def test_a_batch_of_a_backlog_is_larger_but_not_without_limit() -> None:
     assert [backlog_bytes(size * mib) // mib for size in (1, 16, 20, 32, 64)] == [8, 128, 128, 128, 256]
 
 
+@pytest.mark.parametrize(
+    ("size", "left", "goes"),
+    [
+        (HALF_BYTES, HALF_BYTES, True),
+        (3 * HALF_BYTES, 2 * HALF_BYTES, True),
+        (HALF_BYTES, HALF_BYTES + 1, False),
+        (3 * HALF_BYTES, HALF_BYTES - 1, False),
+        (3 * HALF_BYTES, 0, False),
+    ],
+    ids=["half", "more", "less than half", "too little is left", "nothing is left"],
+)
+def test_half_of_a_backlog_is_worth_a_batch_if_the_other_half_is(size: int, left: int, goes: bool) -> None:
+    assert half_is_there(size, left) is goes
+
+
 def test_a_stretch_is_not_cut_in_its_middle() -> None:
     pacer = Pacer(200)
     pacer.clear(10.0)
@@ -126,10 +151,10 @@ def journal(tmp_path: Path) -> Journal:
     return made
 
 
-def reader(journal: Journal, start: int = 0, **limits: int) -> SliceReader:
+def reader(journal: Journal, start: int = 0, *, halves: bool = False, **limits: int) -> SliceReader:
     bounds = BatchLimits(**{"max_ms": 0, "max_bytes": 1 << 30, "max_events": 1 << 30, **limits})
     ready = str(journal.path / "ready")
-    return SliceReader(SliceOptions(tuple(journal.locations), start, bounds, 4, ready))
+    return SliceReader(SliceOptions(tuple(journal.locations), start, bounds, 4, ready, halves=halves))
 
 
 def test_a_batch_starts_where_the_epoch_does(journal: Journal) -> None:
@@ -180,6 +205,24 @@ def test_there_is_no_batch_while_more_of_a_backlog_comes(
     size = JournalReader(journal.locations).plan_end(0, max_events=100, max_bytes=1 << 30)
     assert size is not None
     planning = reader(journal, max_ms=60_000, max_bytes=2 * size.bytes)
+    planning._pacer.clear(time.monotonic())
+    assert planning.latestOffset({"seq": 0}, planning.getDefaultReadLimit()) == {"seq": end}
+
+
+@pytest.mark.parametrize(("halves", "left", "end"), [(True, 30_000, 200), (True, 1 << 30, 0), (False, 30_000, 0)])
+def test_half_of_a_backlog_goes_while_the_other_half_is_read(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch, halves: bool, left: int, end: int
+) -> None:
+    monkeypatch.setattr("millstream.spark.slices.LONGEST_POLL", 0.0)
+    monkeypatch.setattr("millstream.spark.slices.HALF_BYTES", 20_000)
+    for _ in range(2):
+        journal.transaction([("public.orders", i, "x" * 100) for i in range(100)])
+    journal.writer.append(Block(progress=journal.position + 50, left=left))
+    journal.commit()
+    planned = JournalReader(journal.locations).plan_end(0, max_events=1 << 30, max_bytes=1 << 30)
+    assert planned is not None
+    assert planned.bytes > 30_000
+    planning = reader(journal, max_ms=60_000, max_bytes=20_000, halves=halves)
     planning._pacer.clear(time.monotonic())
     assert planning.latestOffset({"seq": 0}, planning.getDefaultReadLimit()) == {"seq": end}
 

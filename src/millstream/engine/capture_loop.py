@@ -138,9 +138,10 @@ class CaptureLoop:
 
     def _between(self, writer: JournalWriter, block: Block) -> bool:
         """Everything that is done between two transactions. True when it is time to stop."""
-        if not block.left and not block.behind:
-            writer.nothing_left()
         self._commit(writer, idle=block.rows is None, within=BEHIND_SECONDS if block.behind else COMMIT_SECONDS)
+        if not block.left and not block.behind:
+            # Behind the rows, not before them: who waits for the end of a backlog would go without the last ones.
+            writer.nothing_left()
         self._acknowledge(writer)
         self._look(writer)
         writer.maintain()

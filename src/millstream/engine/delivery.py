@@ -74,10 +74,11 @@ class DeliveryQuery:
         on_cursor: CursorCallback | None = None,
         tables: OwnTables | None = None,
         shelf: Shelf | None = None,
+        deliveries: int = 1,
     ) -> None:
         """`until`: with `once`, the seq to end at, where a transaction ends; else the end is what is visible then.
 
-        `shelf`: see `StagePlan`.
+        `shelf`: see `StagePlan`. `deliveries`: how many there are beside each other, this one included.
         """
         self._spark = spark
         self._stream = stream
@@ -86,6 +87,7 @@ class DeliveryQuery:
         self._observer = observer
         self._once = once
         self._until = until
+        self._deliveries = deliveries
         self._on_cursor = on_cursor
         self._store = store
         self._letters = LetterBox(store, stream, target_spec, target, self._emit)
@@ -291,6 +293,7 @@ class DeliveryQuery:
             parallel,
             ready="",
             until=self._until,
+            halves=self._takes_halves(),
         )
         name = f"{self._stream.name}/{self._spec.name}"
         # A run with an end comes to it when the copies have.
@@ -303,6 +306,13 @@ class DeliveryQuery:
         self._show_running()
         self._settled.set()
         return query
+
+    def _takes_halves(self) -> bool:
+        """Whether processors are idle while a backlog is read, and two batches write no more than one does.
+
+        A mirror writes a row once per batch.
+        """
+        return not is_mirror(self._spec) and self._deliveries < cores_of(self._spark)
 
     def _show_running(self) -> None:
         """Whether changes are all that comes, or the target's first rows come beside them."""

@@ -285,6 +285,7 @@ class RunningStreams:
             on_cursor=lambda _: self._ticker.wake(),
             tables=tables,
             shelf=self._shelf(spark, capture),
+            deliveries=sum(len(one.spec.targets) for one in self._roster.members),
         )
         member.deliveries[target.name] = Delivery(query, tables)
         query.start()

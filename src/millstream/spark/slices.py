@@ -71,6 +71,8 @@ GATHERING, GATHERING_SECONDS = 5, 1.0
 """Many changes may wait for more, while these keep coming, so many times `max_ms`, and so long at most: see `Pacer`."""
 MANY = 64
 """Many are as much as this part of a full batch."""
+HALF_BYTES = 32 << 20
+"""Half of a backlog may go while capture is still reading the other half, if that is so much: see `half_is_there`."""
 STILL = 0.3
 """Seconds after which no more are taken to come: capture makes visible what it has more often than that,"""
 STILL_COVERED = 0.03
@@ -92,6 +94,8 @@ class SliceOptions:
     """A file that is made once the planning process answers: before that no other query may start."""
     until: int | None = None
     """Where a query with an end ends, if that is before the journal does."""
+    halves: bool = False
+    """Whether a backlog that fits into one batch may come in two."""
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -122,6 +126,15 @@ def from_rows(rows: pa.RecordBatch) -> Iterator[tuple[Slice, SeqRange]]:
 def backlog_bytes(max_bytes: int) -> int:
     """The most that a batch holds of a backlog."""
     return max(BACKLOG * max_bytes, min(2 * BACKLOG * max_bytes, BACKLOG_BYTES))
+
+
+def half_is_there(size: int, left: int) -> bool:
+    """Whether so many bytes of a backlog are worth a batch of their own, of which so many are left in the source's log.
+
+    Two batches cost more than one. But while capture reads, and waits for its source, processors have little to do, and
+    who begins with the second half when the log is read has everything sooner.
+    """
+    return HALF_BYTES <= left <= size
 
 
 class Pacer:
@@ -240,6 +253,8 @@ class SliceReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             planned = self._journal.plan_end(start, max_events=limits.max_events, max_bytes=more) or planned
         has_room = planned.end >= visible
         many = has_room and planned.bytes >= limits.max_bytes // MANY
+        if self._options.halves and head is not None and half_is_there(planned.bytes, head.left):
+            many = False
         if self._until is None and not self._pacer.due(now, full=full, many=many):
             return None
         end = planned.end if self._until is None else min(planned.end, self._until)

@@ -145,8 +145,7 @@ class BulkReader:
                 self._left = 0
                 if goes_on:
                     self._send()
-                while held:
-                    yield from self._feed(held.popleft())
+                yield from self._feed_held(held, self.place.position - before)
                 yield replace(self._assembler.cover(self.place.position), left=self._left)
                 failpoint("bulk.chunk_appended")
                 if close and not goes_on and lingers():
@@ -196,14 +195,21 @@ class BulkReader:
             held.append(run)
             size, messages = size + run.size, messages + run.messages
             while not run.last and sum(one.size for one in held) > HELD_BYTES:
-                yield from self._feed(held.popleft())
+                yield from self._feed(held.popleft(), self._left)
         if messages:
             self._message_bytes = max(size / messages, 16.0)
         yield from turns(self._locate())
 
-    def _feed(self, run: Run) -> Iterator[Block]:
+    def _feed_held(self, held: deque[Run], stretch: int) -> Iterator[Block]:
+        """Work on what has come of a stretch of so many bytes of log. Of it, too, something is left until the end."""
+        size = rest = sum(run.size for run in held)
+        while held:
+            rest -= held[0].size
+            yield from self._feed(held.popleft(), self._left + stretch * rest // max(1, size))
+
+    def _feed(self, run: Run, left: int) -> Iterator[Block]:
         for block in self._assembler.feed(run.frames(self.place.clock)):
-            yield replace(block, behind=True, left=self._left)
+            yield replace(block, behind=True, left=left)
 
     # -- the copy ----------------------------------------------------------------------------
 
