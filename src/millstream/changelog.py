@@ -180,15 +180,27 @@ def _position(position: npt.NDArray[np.int64]) -> pa.StringArray:
 
 
 def _event_id(position: npt.NDArray[np.int64], tx_index: pa.Array, event_prefix: str) -> pa.StringArray:
-    front, index = f"{event_prefix}-".encode(), tx_index.cast(pa.string())
+    front = f"{event_prefix}-".encode()
     if len(position) and (position == position[0]).all():
         # A transaction, or a chunk of a baseline.
         same = front + _hex(position[:1], _LOWER).tobytes() + b"-"
-        return pc.binary_replace_slice(index, 0, 0, same)
-    text = np.empty((len(position), len(front) + 17), np.uint8)
+        return pc.binary_replace_slice(tx_index.cast(pa.string()), 0, 0, same)
+    digits = _digits(tx_index)
+    text = np.empty((len(position), len(front) + 17 + digits.shape[1]), np.uint8)
     text[:, : len(front)] = np.frombuffer(front, np.uint8)
-    text[:, len(front) : -1], text[:, -1] = _hex(position, _LOWER), ord("-")
-    return pc.binary_join_element_wise(_fixed_width(text), index, _NOTHING)
+    end = len(front) + 16
+    text[:, len(front) : end], text[:, end], text[:, end + 1 :] = _hex(position, _LOWER), ord("-"), digits
+    if digits.shape[1]:
+        return _fixed_width(text)
+    return pc.binary_join_element_wise(_fixed_width(text), tx_index.cast(pa.string()), _NOTHING)
+
+
+def _digits(numbers: pa.Array) -> npt.NDArray[np.uint8]:
+    """The one digit of each number; none at all where one of them has more. Small transactions have no others."""
+    values = np.frombuffer(numbers.buffers()[1], np.int32, len(numbers), numbers.offset * 4)
+    if values.max(initial=0) > 9:
+        return np.empty((len(values), 0), np.uint8)
+    return (values + ord("0")).astype(np.uint8).reshape(-1, 1)
 
 
 def _hex(numbers: npt.NDArray[np.int64], digits: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint8]:

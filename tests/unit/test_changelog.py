@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from millstream import changelog
 from millstream.sources.decoders import messages
@@ -66,6 +67,18 @@ def test_the_same_change_gets_the_same_event_id_however_it_is_cut() -> None:
     parts = [changelog.assemble(rows.slice(at, 7), TABLE, 1, PREFIX) for at in range(0, 50, 7)]
     assert pa.Table.from_batches(parts).equals(pa.Table.from_batches([whole]))
     assert len(set(whole["_ms_event_id"].to_pylist())) == 50
+
+
+@pytest.mark.parametrize("most", [1, 9, 10, 12])
+def test_an_event_id_tells_the_place_whatever_the_length_of_its_number(most: int) -> None:
+    rows = journal_rows([insert(str(i), None, None) for i in range(30)])
+    position = [1000 + i // (most + 1) for i in range(30)]
+    index = [i % (most + 1) for i in range(30)]
+    for name, values in (("commit_position", position), ("tx_index", index)):
+        at = rows.schema.get_field_index(name)
+        rows = rows.set_column(at, rows.schema.field(at), pa.array(values, rows.schema.field(at).type))
+    found = changelog.assemble(rows, TABLE, 1, PREFIX)["_ms_event_id"].to_pylist()
+    assert found == [f"{PREFIX}-{place:016x}-{number}" for place, number in zip(position, index, strict=True)]
 
 
 def test_pieces_hold_whole_rows_and_all_of_them() -> None:

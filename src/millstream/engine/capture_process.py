@@ -20,6 +20,8 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, TextIO
 
+import numpy.ma  # noqa: F401 - `numpy.unique` would import it, in the middle of the first rows
+
 from millstream.engine.capture_order import HALTED, STOPPED, TRANSIENT, CaptureOrder, Control
 from millstream.errors import JournalLocked, MillstreamError
 from millstream.memory import keep_freed, use_small_pages

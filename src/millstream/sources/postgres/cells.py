@@ -83,14 +83,9 @@ class Cells:
     def missing(cls, message: Message, columns: int) -> Cells:
         """All NULL."""
         rows = len(message.begin)
-        cells = cls(np.empty((columns, rows), np.uint8), message.bounds(columns, rows))
-        cells.drop(np.arange(rows), message.begin)
+        cells = cls(np.full((columns, rows), NULL, np.uint8), message.bounds(columns, rows))
+        cells.bounds[:, 0:-1:2] = cells.bounds[:, 1::2] = message.begin
         return cells
-
-    def drop(self, rows: Ints, begin: Ints) -> None:
-        """Make the cells of these rows NULL; `begin` is where the rows begin."""
-        self.kind[:, rows] = NULL
-        self.bounds[:, 2 * rows] = self.bounds[:, 2 * rows + 1] = begin
 
     def put(self, rows: Ints, other: Cells) -> None:
         """Take over the cells of `other` for these rows."""
@@ -98,8 +93,11 @@ class Cells:
         self.bounds[:, 2 * rows] = other.bounds[:, 0:-1:2]
         self.bounds[:, 2 * rows + 1] = other.bounds[:, 1::2]
 
-    def copy(self) -> Cells:
-        return Cells(self.kind.copy(), self.bounds.copy())
+    def of(self, rows: Ints) -> Cells:
+        """A copy of the cells of these rows alone."""
+        bounds = np.empty((len(self.bounds), 2 * len(rows) + 1), self.bounds.dtype)
+        bounds[:, 0:-1:2], bounds[:, 1::2] = self.bounds[:, 2 * rows], self.bounds[:, 2 * rows + 1]
+        return Cells(self.kind[:, rows], bounds)
 
 
 def walk(message: Message, at: Ints, columns: int) -> tuple[Cells, Ints]:

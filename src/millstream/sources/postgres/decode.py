@@ -95,7 +95,10 @@ class PostgresDecoder:
         result.add_copied(values, self._copied.kinds, len(at))
 
     def _cells(self, op: npt.NDArray[np.uint8], message: Message) -> tuple[Cells, Cells | None, Bools]:
-        """The cells of the new rows (old ones, for deletes), those of the old rows, and where there are old rows."""
+        """The cells of the new rows (old ones, for deletes), those of the old rows, and which rows have old ones.
+
+        The old rows' are only as many as there are, which are few in most tables.
+        """
         tag = message.bytes[message.begin]
         if (tag != _TAGS[op]).any():
             raise JournalCorrupt(f"a message of {self.relation.table} is not of the kind its operation says")
@@ -104,13 +107,11 @@ class PostgresDecoder:
             return self._tuples(message, tag, message.begin, message.end)
         rows = np.flatnonzero(~truncates)
         some_after, some_before, some = self._tuples(message, tag[rows], message.begin[rows], message.end[rows])
-        after, before = (Cells.missing(message, len(self.types)) for _ in range(2))
+        after = Cells.missing(message, len(self.types))
         after.put(rows, some_after)
-        if some_before is not None:
-            before.put(rows, some_before)
         has_before = np.zeros(len(op), bool)
         has_before[rows] = some
-        return after, before, has_before
+        return after, some_before, has_before
 
     def _tuples(
         self, message: Message, tag: npt.NDArray[np.uint8], begin: Ints, end: Ints
@@ -127,7 +128,8 @@ class PostgresDecoder:
         first, at = walk(message, begin + _TUPLE_AT, columns)
         rows = np.flatnonzero(has_before & (tag == ord("U")))
         every = len(rows) == len(begin)
-        after, before = first, first.copy() if has_before.any() and not every else None
+        old = np.flatnonzero(has_before)
+        after, before = first, first.of(old) if len(old) and not every else None
         if len(rows):
             if (message.bytes[at[rows]] != _NEW).any():
                 raise JournalCorrupt(f"an update of {self.relation.table} has no new row")
@@ -138,9 +140,6 @@ class PostgresDecoder:
                 after.put(rows, second)
         if (at != end).any():
             raise JournalCorrupt(f"a message of {self.relation.table} is not as long as its row")
-        if before is not None and not has_before.all():
-            without = np.flatnonzero(~has_before)
-            before.drop(without, begin[without])
         return after, before, has_before
 
 
@@ -181,7 +180,7 @@ class Result:
             rows, which = np.nonzero(left_out.T)
             self.unchanged.append((rows + self.rows, which))
         new = self._columns(message, after, "")
-        old = None if before is None else self._columns(message, before, BEFORE)
+        old = None if before is None else self._old(message, before, has_before)
         self.append(new, old, has_before)
 
     def add_copied(self, cells: Sequence[pa.Array], kinds: Sequence[int], rows: int) -> None:
@@ -205,6 +204,20 @@ class Result:
             if whole[column]
             else self._mixed(message, cells, column, prefix)
             for column in range(len(self.types))
+        ]
+
+    def _old(self, message: Message, cells: Cells, has_before: Bools) -> list[pa.Array]:
+        """The old rows' columns, NULL where a row has none. `cells` are those of the rows that have one."""
+        known, rows = len(self.special), np.flatnonzero(has_before)
+        columns = self._columns(message, cells, BEFORE)
+        if len(rows) == len(has_before):
+            return columns
+        found = [(rows[odd - self.rows] + self.rows, label, texts) for odd, label, texts in self.special[known:]]
+        self.special[known:] = found
+        place = integers(np.maximum(np.cumsum(has_before) - 1, 0), has_before)
+        return [
+            _nulls(column.type, len(has_before)) if column.null_count == len(column) else column.take(place)
+            for column in columns
         ]
 
     def _mixed(self, message: Message, cells: Cells, column: int, prefix: str) -> pa.Array:
