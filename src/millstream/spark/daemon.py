@@ -46,13 +46,15 @@ def main() -> None:
     import pyarrow
     from pyspark import daemon
 
-    from millstream.memory import keep_freed
+    from millstream.memory import keep_freed, use_small_pages
 
     # A fork keeps only the thread that forked: a pool that pyarrow started here would be dead in
     # every worker. None is started as long as nothing is computed before the fork.
     for module in PRELOAD:
         importlib.import_module(module)
     keep_freed(KEPT_BYTES)
+    # A worker that is new touches all of its memory for the first time, and Spark ends those that are idle.
+    use_small_pages()
     # One task is one core of Spark's; more threads inside it would fight the other tasks.
     pyarrow.set_cpu_count(1)
     # Workers collect garbage after each task: not through all that was imported here, and without
