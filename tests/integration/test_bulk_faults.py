@@ -20,7 +20,7 @@ from tests.fixtures.postgres import Database
 
 pytestmark = pytest.mark.postgres
 
-BULK_PID = "SELECT active_pid FROM pg_replication_slots WHERE temporary AND database = current_database()"
+BULK_SESSIONS = "FROM pg_replication_slots WHERE temporary AND database = current_database()"
 
 
 @pytest.fixture
@@ -117,24 +117,23 @@ def test_what_the_server_refuses_is_streamed_and_tried_again(
         assert count(events, "source.bulk_refused") == 1
 
 
-def steps_into_bulk(driver: Driver) -> int:
-    """Until some of the backlog has come in bulk; the process that serves it."""
+def steps_into_bulk(driver: Driver) -> None:
+    """Until some of the backlog has come in bulk, and two sessions are at more of it."""
     while len(driver.rows) < 200:
         driver.step()
     assert driver.source.status()["mode"] == "bulk"
-    ((pid,),) = driver.database.sql(BULK_PID)
-    return int(pid)
+    assert len(driver.database.sql(f"SELECT 1 {BULK_SESSIONS}")) == 2
 
 
 @contextmanager
-def cancelling(database: Database, pid: int) -> Iterator[None]:
-    """Cancel what the process does, every few milliseconds: in vain between two calls, but not in a long one."""
+def cancelling(database: Database) -> Iterator[None]:
+    """Cancel what the sessions do, every few milliseconds: in vain between two calls, but not in a long one."""
     over = threading.Event()
 
     def cancel() -> None:
         with database.connect() as connection:
             while not over.wait(0.005):
-                connection.execute("SELECT pg_cancel_backend(%s)", (pid,))
+                connection.execute(f"SELECT pg_cancel_backend(active_pid) {BULK_SESSIONS}")
 
     worker = threading.Thread(target=cancel)
     worker.start()
@@ -154,8 +153,8 @@ def test_a_cancelled_call_is_streamed_around(
     events: list[Event] = []
     with drive_copy(database, tmp_path, backlog[0], events) as driver:
         driver.connect()
-        pid = steps_into_bulk(driver)
-        with cancelling(database, pid):
+        steps_into_bulk(driver)
+        with cancelling(database):
             while not count(events, "source.bulk_refused"):
                 assert not count(events, "source.bulk_ended")
                 driver.step()
@@ -163,12 +162,16 @@ def test_a_cancelled_call_is_streamed_around(
         assert same(driver, expected(database, tmp_path, backlog[1]))
 
 
-def test_a_copy_that_vanishes_is_made_anew(backlog: tuple[str, str], database: Database, tmp_path: Path) -> None:
+@pytest.mark.parametrize("whose", ["ASC", "DESC"])
+def test_a_copy_that_vanishes_is_made_anew(
+    backlog: tuple[str, str], database: Database, tmp_path: Path, whose: str
+) -> None:
     events: list[Event] = []
     with drive_copy(database, tmp_path, backlog[0], events) as driver:
         driver.connect()
-        pid = steps_into_bulk(driver)
-        database.sql(f"SELECT pg_terminate_backend({pid}, 60000)")
+        steps_into_bulk(driver)
+        one = f"{BULK_SESSIONS} ORDER BY active_pid {whose} LIMIT 1"
+        assert database.sql(f"SELECT pg_terminate_backend(active_pid, 60000) {one}") == [(True,)]
         with pytest.raises(SourceUnavailable):
             for _ in iter(driver.step, None):
                 pass

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from py4j.protocol import Py4JError
@@ -26,6 +27,7 @@ from millstream.errors import (
 )
 from millstream.journal import JournalReader
 from millstream.model import BatchLimits, Retention, SeqRange, StreamState
+from millstream.spark.slices import SliceOptions
 from millstream.spark.stage import describe
 from millstream.state.base import EpochRecord
 from millstream.targets.base import Receipt, Target
@@ -83,6 +85,34 @@ def run(bench: Bench, wrap: Callable[[Target], Target]) -> delivery.DeliveryQuer
     query.start()
     assert query.wait(120)
     return query
+
+
+@pytest.mark.parametrize(
+    ("kind", "write", "deliveries", "halves"),
+    [
+        ("files", None, 1, True),
+        ("files", None, 2, False),
+        ("sqlite", None, 1, False),
+        ("sqlite", "changelog", 1, True),
+    ],
+)
+def test_half_of_a_backlog_may_go_early_where_a_processor_is_idle_and_no_row_is_written_twice_for_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, kind: str, write: str | None, deliveries: int, halves: bool
+) -> None:
+    asked: list[bool] = []
+
+    class Asked(InProcessQuery):
+        def __init__(self, spark: FakeSpark, name: str, options: SliceOptions, *others: Any, once: bool) -> None:
+            super().__init__(spark, name, options, *others, once=once)
+            asked.append(options.halves)
+
+    monkeypatch.setattr(delivery, "SliceQuery", Asked)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    bench.kind, bench.deliveries = kind, deliveries
+    bench.options = {"path": str(bench.log)} | ({"write": write} if write else {})
+    trade(bench.journal)
+    assert bench.deliver_all().error is None
+    assert asked == [halves]
 
 
 def test_a_target_that_cannot_be_reached_is_tried_again(bench: Bench) -> None:

@@ -342,7 +342,7 @@ def _check_commit(report: Reporter, commit: object, targets: Sequence[object]) -
 OF_CHANGES = (
     *("ack", "max_source_wal", "on_limit", "retention", "journal"),
     *("publication", "heartbeat_interval", "status_interval", "watch_interval", "origin", "messages", "failover"),
-    *("catch_up", "catch_up_behind", "snapshot_at_once"),
+    *("catch_up", "catch_up_behind", "catch_up_sessions", "snapshot_at_once"),
 )
 """Keys of a source that are about its log, and mean nothing where only rows are copied."""
 

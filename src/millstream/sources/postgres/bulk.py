@@ -13,10 +13,14 @@ bounds the stretch, and sends nothing before the call is over: the first stretch
 the last ones, since nobody has anything to do before the one, and the server has nothing to do after the
 other.
 
+One process of the server decodes for one session. So several sessions, each with a copy of its own, decode stretches
+that follow each other, at the same time; they are handed on in the order of the log. Where a call gave less than its
+stretch, those behind it are of no use, and their sessions are ended.
+
 A stream, when it begins, reads everything again that the slot still holds back, however little of it
 it sends. So who has caught up may go on here for a while: the copy holds nothing back.
 
-When the end of a stretch has arrived, the next call is sent before its rows are worked on: server
+When the end of a stretch has arrived, the session's next call is sent before its rows are worked on: server
 and capture are busy at the same time, without threads.
 """
 
@@ -24,17 +28,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from millstream.errors import SourceUnavailable
+from millstream.errors import SourceError
 from millstream.failpoint import failpoint
 from millstream.sources.base import Block
 from millstream.sources.postgres.assemble import Assembler
-from millstream.sources.postgres.call import Call, Run, call
-from millstream.sources.postgres.connection import literal
+from millstream.sources.postgres.call import Run
 from millstream.sources.postgres.descriptions import Descriptions
-from millstream.sources.postgres.lsn import format_lsn
 from millstream.sources.postgres.session import Refused, Session, Turns
+from millstream.sources.postgres.slot_copy import Place, SlotCopy, Stretch
 from millstream.sources.postgres.waiting import turns
 
 FIRST_BYTES = 8 << 20
@@ -52,11 +55,15 @@ REREAD_BYTES = 4 * LONGEST_BYTES
 HELD_BYTES = 36 << 20
 """So much of a result is taken in before any of it is worked on."""
 
+BESIDE_BYTES = 16 << 20
+"""Another session is opened for so much of the log that no call is at yet,"""
+NEXT_BYTES = 8 << 20
+"""and one that is open gets a stretch of it if it is so much."""
+
 REST_SECONDS = 0.05
 """So long nothing is asked of a source that had nothing new."""
-WORK_MEM = "64MB"
-"""What the server may keep of a result in memory; the rest goes to a temporary file, which takes time."""
 
+_PAGE_BYTES = 8192
 _MESSAGE_BYTES = 128
 """The size of a message before any was seen."""
 
@@ -65,63 +72,52 @@ class BulkRefused(Exception):
     """The source cannot be read in bulk now, for the reason given; it can be streamed."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where the copy of the slot is, and the source with it."""
-
-    position: int
-    """Everything that ends at or before it has been read."""
-    restart: int
-    """Where the next call begins to read."""
-    log_end: int
-    held_from: int
-    """Where a stream of the slot itself would begin to read."""
-    clock: int
-    """The server's clock, as it counts microseconds."""
-
-
 class BulkReader:
-    """Reads through a copy of a slot. Owns the session. Not for threads."""
+    """Reads through copies of a slot, each in a session of its own. Owns the sessions. Not for threads."""
 
     def __init__(
         self,
-        session: Session,
+        open_session: Callable[[], Session],
         assembler: Assembler,
         descriptions: Descriptions,
         slot: str,
         options: Mapping[str, str],
+        sessions: int = 1,
+        alone: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """`options` are those of the output plugin, as a stream has them."""
-        self._session = session
+        """`options` are those of the output plugin, as a stream has them.
+
+        So many `sessions` read at the same time, at most; `alone` is told why it cannot be more than there are.
+        """
+        self._open_session = open_session
         self._assembler = assembler
         self._descriptions = descriptions
         self._slot = slot
-        # Unique on the server while the session lives, and within the 63 bytes of a name.
-        self._copy = f"{slot[:50]}_bulk_{session.connection.backend_pid}"
-        self._options = ", ".join(literal(text) for option in options.items() for text in option)
+        self._options = options
+        self._wanted = sessions
+        self._alone = alone
         self._message_bytes = float(_MESSAGE_BYTES)
         self._usual = FIRST_BYTES
-        self._call: Call | None = None
+        self._idle: list[SlotCopy] = []
+        self._sent: deque[SlotCopy] = deque()
+        """Those that are at a call, in the order of the log."""
         self._left = 0
         self.place = Place(0, 0, 0, 0, 0)
+        """Where reading has come to: everything up to its position has been handed on, or is about to be."""
 
     def open(self) -> Turns:
         """Make the copy and bring it to where the assembler is. Raises BulkRefused."""
-        copy, goal = literal(self._copy), self._assembler.received
         try:
-            yield from self._session.run(f"SET work_mem = {literal(WORK_MEM)}")
-            yield from self._session.run(
-                f"SELECT pg_copy_logical_replication_slot({literal(self._slot)}, {copy}, true)"
-            )
-            failpoint("bulk.copy_created")
-            yield from self._locate()
-            if self.place.position < goal:
-                # Reads the log without decoding it, which is all that is needed to skip what we have.
-                yield from self._session.run(f"SELECT pg_replication_slot_advance({copy}, '{format_lsn(goal)}')")
-                yield from self._locate()
+            copy = self._copy()
+        except SourceError as error:
+            raise BulkRefused(error.message) from None
+        try:
+            yield from copy.create(self._slot)
+            yield from copy.advance(self._assembler.received)
             failpoint("bulk.copy_advanced")
         except Refused as refused:
             raise BulkRefused(str(refused)) from None
+        self.place = copy.place
 
     def blocks(self, enough: Callable[[int], bool], lingers: Callable[[], bool]) -> Iterator[Block]:
         """Blocks until `enough` says so of the distance to the log's end; it is asked when a call has ended.
@@ -132,26 +128,31 @@ class BulkReader:
         try:
             self._send()
             goes_on = True
-            while goes_on:
+            while self._sent:
+                if goes_on:
+                    yield from turns(self._join())
+                copy = self._sent.popleft()
                 before = self.place.position
                 held: deque[Run] = deque()
-                yield from self._read(held)
+                yield from self._read(copy, held)
                 failpoint("bulk.chunk_read")
                 behind = self.place.log_end - self.place.position
                 close = enough(behind)
                 # Who is going to stay need not finish with these rows before he asks for the next ones.
                 stays = close and behind >= SHORTEST_BYTES // 4 and lingers()
-                goes_on = before < self.place.position and (not close or stays)
-                self._left = 0
+                goes_on = goes_on and before < self.place.position and (not close or stays)
                 if goes_on:
                     self._send()
+                self._note_left()
                 yield from self._feed_held(held, self.place.position - before)
                 yield replace(self._assembler.cover(self.place.position), left=self._left)
+                # Another session goes on: whatever it may give once more has come out.
+                self._assembler.restart()
                 failpoint("bulk.chunk_appended")
-                if close and not goes_on and lingers():
-                    goes_on = True
-                    self._session.await_input(REST_SECONDS)
+                if close and not self._sent and lingers():
+                    copy.session.await_input(REST_SECONDS)
                     self._send()
+                    goes_on = True
         except Refused as refused:
             raise BulkRefused(str(refused)) from None
         finally:
@@ -159,34 +160,80 @@ class BulkReader:
             self._descriptions.end_calls()
 
     def close(self) -> None:
-        """End the session, and the copy with it. Idempotent."""
-        if self._call is not None:
-            self._call.close()
-        self._session.close()
+        """End the sessions, and the copies with them. Idempotent."""
+        for copy in (*self._sent, *self._idle):
+            self._end(copy)
 
-    # -- one call ----------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------
+
+    def _copy(self) -> SlotCopy:
+        copy = SlotCopy(self._open_session(), self._slot, self._options)
+        self._idle.append(copy)
+        return copy
 
     def _send(self) -> None:
+        """Give each session that is idle a stretch of its own, one at least; end those for which there is none."""
+        for copy in sorted(self._idle, key=lambda copy: copy.place.position, reverse=True):
+            if not self._sent or self._untouched() >= NEXT_BYTES:
+                self._begin(copy)
+            else:
+                self._end(copy)
+        self._note_left()
+
+    def _join(self) -> Turns:
+        """Open further sessions while the others are at work, if there is work for them."""
+        while len(self._sent) < self._wanted and self._untouched() >= BESIDE_BYTES:
+            copy = None
+            try:
+                copy = self._copy()
+                # It is where the other one was when its call began, or behind that.
+                yield from copy.create(self._sent[-1].name)
+            except (Refused, SourceError) as refused:
+                self._wanted = len(self._sent)
+                self._alone(str(refused))
+                if copy is not None:
+                    self._end(copy)
+                return
+            failpoint("bulk.session_joined")
+            self._begin(copy)
+
+    def _begin(self, copy: SlotCopy) -> None:
         """Begin the next call, unless a stream, which reads everything once, would be faster."""
-        reread = max(0, self.place.position - self.place.restart)
+        reread = max(0, copy.place.position - copy.place.restart)
         if reread > REREAD_BYTES:
             raise BulkRefused(
                 f"a transaction has been open for {reread >> 20} MiB of log, and each call reads them again"
             )
-        self._left = max(0, self.place.log_end - self.place.position)
-        upto = self.place.position + stretch_bytes(self._usual, reread, self.place.log_end - self.place.position)
+        begin = max(self._touched(), copy.place.position)
+        if begin > copy.place.position:
+            # To move the copy reads as much again as the call itself does.
+            reread = 2 * (begin - copy.place.restart)
+        end = _between_records(begin + stretch_bytes(self._usual, reread, self.place.log_end - begin))
         self._usual = min(2 * self._usual, STRETCH_BYTES)
-        messages = int(RESULT_BYTES / self._message_bytes)
-        self._call = call(
-            self._session,
-            "COPY (SELECT data FROM pg_logical_slot_get_binary_changes("
-            f"{literal(self._copy)}, '{format_lsn(upto)}', {messages}, {self._options})) TO STDOUT (FORMAT binary)",
-        )
+        copy.send(Stretch(begin, end), int(RESULT_BYTES / self._message_bytes))
+        self._idle.remove(copy)
+        self._sent.append(copy)
 
-    def _read(self, held: deque[Run]) -> Iterator[Block]:
+    def _touched(self) -> int:
+        """How far calls reach that have been read or sent."""
+        return self._sent[-1].stretch.end if self._sent else self.place.position
+
+    def _untouched(self) -> int:
+        """How much of the log is known that no call is at."""
+        return self.place.log_end - self._touched()
+
+    def _note_left(self) -> None:
+        self._left = max(0, self.place.log_end - self.place.position) if self._sent else 0
+
+    def _end(self, copy: SlotCopy) -> None:
+        copy.close()
+        (self._idle if copy in self._idle else self._sent).remove(copy)
+
+    def _read(self, copy: SlotCopy, held: deque[Run]) -> Iterator[Block]:
         """Take in the result of the call: what is too much to be held is worked on at once."""
+        self._idle.append(copy)
         size = messages = 0
-        for run in self._call.runs() if self._call is not None else ():
+        for run in copy.call.runs() if copy.call is not None else ():
             if run is None:
                 yield Block(left=self._left)
                 continue
@@ -198,7 +245,12 @@ class BulkReader:
                 yield from self._feed(held.popleft(), self._left)
         if messages:
             self._message_bytes = max(size / messages, 16.0)
-        yield from turns(self._locate())
+        yield from turns(copy.locate())
+        self.place = copy.place
+        if self._sent and self._sent[0].stretch.begin > self.place.position:
+            # The call has ended before its stretch did: what lies between is in none of the others.
+            for late in tuple(self._sent):
+                self._end(late)
 
     def _feed_held(self, held: deque[Run], stretch: int) -> Iterator[Block]:
         """Work on what has come of a stretch of so many bytes of log. Of it, too, something is left until the end."""
@@ -211,20 +263,6 @@ class BulkReader:
         for block in self._assembler.feed(run.frames(self.place.clock)):
             yield replace(block, behind=True, left=left)
 
-    # -- the copy ----------------------------------------------------------------------------
-
-    def _locate(self) -> Turns:
-        self.place = _place((yield from self._session.run(self._where())))
-
-    def _where(self) -> str:
-        return (
-            "SELECT (confirmed_flush_lsn - '0/0')::int8, (restart_lsn - '0/0')::int8, "
-            "(pg_current_wal_flush_lsn() - '0/0')::int8, "
-            f"(SELECT (restart_lsn - '0/0')::int8 FROM pg_replication_slots WHERE slot_name = {literal(self._slot)}), "
-            "(extract(epoch FROM clock_timestamp() - timestamptz '2000-01-01 00:00:00+00') * 1000000)::int8 "
-            f"FROM pg_replication_slots WHERE slot_name = {literal(self._copy)}"
-        )
-
 
 def stretch_bytes(usual: int, reread: int, left: int) -> int:
     """How much of the log the next call decodes, which reads `reread` bytes of it again and finds `left` new ones.
@@ -236,7 +274,11 @@ def stretch_bytes(usual: int, reread: int, left: int) -> int:
     return min(stretch, max(SHORTEST_BYTES, left // 2)) if reread <= 3 * left else stretch
 
 
-def _place(rows: list[tuple[str | None, ...]]) -> Place:
-    if len(rows) != 1:
-        raise SourceUnavailable("the temporary copy of the slot is gone")
-    return Place(*(int(value or 0) for value in rows[0]))
+def _between_records(position: int) -> int:
+    """A place near by that lies in a record of the log, or where one ends and the next begins.
+
+    So the last record of one call and the first one of the next are never the same. Where a page begins, its head
+    lies between two records: one call would take the second because the first ended before, the other because it
+    begins behind.
+    """
+    return position // _PAGE_BYTES * _PAGE_BYTES + _PAGE_BYTES // 2

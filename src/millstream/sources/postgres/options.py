@@ -145,6 +145,13 @@ class PostgresOptions(_Keys):
         description="How far the journal must be behind the end of the source's log for bulk reading to begin; it "
         "ends at a quarter of that.",
     )
+    catch_up_sessions: int = Field(
+        2,
+        ge=1,
+        le=16,
+        description="How many sessions read in bulk at the same time, at most. Each decodes another stretch of the "
+        "log, in a process of its own on the source, through a temporary slot of its own.",
+    )
     snapshot_wait: Duration = Field(
         10 * 60_000,
         gt=0,

@@ -26,7 +26,7 @@ from typing import Final
 from psycopg.pq.abc import PGconn
 
 from millstream.config.units import format_duration
-from millstream.errors import SourceError, SourceHalted, SourceUnavailable
+from millstream.errors import SourceHalted, SourceUnavailable
 from millstream.failpoint import failpoint
 from millstream.model import Json
 from millstream.observe import Event, Level
@@ -192,11 +192,15 @@ class Reading:
         failpoint("bulk.switched_to_stream")
 
     def _bulk_blocks(self, mover: SlotMover) -> Iterator[Block]:
-        try:
-            session = self._open_session()
-        except SourceError as error:
-            raise BulkRefused(error.message) from None
-        self._bulk = bulk = BulkReader(session, self._assembler, self._descriptions, self._options.slot, self._plugin)
+        self._bulk = bulk = BulkReader(
+            self._open_session,
+            self._assembler,
+            self._descriptions,
+            self._options.slot,
+            self._plugin,
+            self._options.catch_up_sessions,
+            self._say_alone,
+        )
         for block in chain(turns(bulk.open()), bulk.blocks(self._is_close, self._lingers)):
             yield block
             mover.turn(self._acked, near=self._near and not block.left)
@@ -230,6 +234,14 @@ class Reading:
             Level.WARNING,
             reason=reason,
             retry_seconds=pause,
+        )
+
+    def _say_alone(self, reason: str) -> None:
+        self._say(
+            "source.bulk_alone",
+            f"no further session can read beside the others: {reason}",
+            Level.WARNING,
+            reason=reason,
         )
 
     # -- ends --------------------------------------------------------------------------------
