@@ -9,7 +9,7 @@ import pytest
 from millstream.observe import Event
 from millstream.sources.postgres import reading, slot_mover
 from tests.fixtures.bulk import TABLES, copy_slot, count, drive_copy, plain, small_steps, write_history
-from tests.fixtures.capture import drive
+from tests.fixtures.capture import Driver, drive
 from tests.fixtures.postgres import Database
 
 pytestmark = pytest.mark.postgres
@@ -28,6 +28,19 @@ def prepared(database: Database, work: Path, monkeypatch: pytest.MonkeyPatch, *,
     return slots
 
 
+def let_the_slot_follow(driver: Driver, events: list[Event]) -> None:
+    """Acknowledge until bulk reading ends.
+
+    A slot moves to where the server has noted which transactions were running. That is what a checkpoint does; but the
+    server does so every few seconds, too, and each move goes to the first such place only.
+    """
+    while not count(events, "source.bulk_ended"):
+        driver.database.sql("CHECKPOINT")
+        driver.catch_up()
+        driver.source.ack(driver.end)
+        driver.step()
+
+
 def test_new_rows_come_in_bulk_until_the_slot_has_followed(
     database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -38,12 +51,7 @@ def test_new_rows_come_in_bulk_until_the_slot_has_followed(
         write_history(database, range(6, 8))
         driver.catch_up()
         assert count(events, "source.bulk_ended") == 0, "the slot holds everything back"
-        # A slot can move to where the server has noted which transactions were running.
-        database.sql("CHECKPOINT")
-        driver.catch_up()
-        driver.source.ack(driver.end)
-        while not count(events, "source.bulk_ended"):
-            driver.step()
+        let_the_slot_follow(driver, events)
         write_history(database, range(8, 9))
         driver.catch_up()
     with drive_copy(database, tmp_path, stream, [], catch_up="streaming") as other:
@@ -62,11 +70,7 @@ def test_the_slot_follows_sooner_when_capture_is_close(
     events: list[Event] = []
     with drive_copy(database, tmp_path, in_bulk, events) as driver:
         driver.catch_up()
-        database.sql("CHECKPOINT")
-        driver.catch_up()
-        driver.source.ack(driver.end)
-        while not count(events, "source.bulk_ended"):
-            driver.step()
+        let_the_slot_follow(driver, events)
     ((after,),) = database.sql(where)
     assert after > before
 
