@@ -9,7 +9,17 @@ import pytest
 
 from millstream.observe import Event
 from millstream.sources.postgres import bulk, call, reading
-from tests.fixtures.bulk import TABLES, copy_slot, count, drive_copy, facts, plain, small_steps, write_history
+from tests.fixtures.bulk import (
+    TABLES,
+    copy_slot,
+    count,
+    drive_copy,
+    facts,
+    plain,
+    small_steps,
+    write_history,
+    write_long_history,
+)
 from tests.fixtures.capture import SECONDS, Driver, drive
 from tests.fixtures.postgres import Database
 
@@ -37,12 +47,7 @@ def test_bulk_and_stream_give_the_same_rows(
     with drive(database, tmp_path / "own"):
         stream, in_bulk, libpq, mixed = (f"{database.name}_{way}" for way in ("stream", "bulk", "libpq", "mixed"))
         copy_slot(database, stream, in_bulk, libpq, mixed)
-    with database.connect(autocommit=False) as open_writer:
-        write_history(database, range(1, 4))
-        open_writer.execute("INSERT INTO item VALUES (0)")
-        write_history(database, range(4, 11))
-        open_writer.commit()
-        write_history(database, range(11, 13))
+    write_long_history(database)
     expected = facts(streamed(database, tmp_path, stream))
     assert len(expected) > 1500
 

@@ -10,7 +10,16 @@ import pytest
 from millstream.observe import Event, Level
 from millstream.sources.postgres import bulk
 from millstream.sources.postgres.lsn import format_lsn
-from tests.fixtures.bulk import TABLES, copy_slot, count, drive_copy, facts, small_steps, write_history
+from tests.fixtures.bulk import (
+    TABLES,
+    copy_slot,
+    count,
+    drive_copy,
+    facts,
+    small_steps,
+    write_history,
+    write_long_history,
+)
 from tests.fixtures.capture import Driver, drive
 from tests.fixtures.postgres import Database
 
@@ -31,12 +40,7 @@ def two_slots(database: Database, work: Path) -> tuple[str, str]:
     with drive(database, work / "own"):
         names = f"{database.name}_a", f"{database.name}_b"
         copy_slot(database, *names)
-    with database.connect(autocommit=False) as open_writer:
-        write_history(database, range(1, 4))
-        open_writer.execute("INSERT INTO item VALUES (0)")
-        write_history(database, range(4, 11))
-        open_writer.commit()
-        write_history(database, range(11, 13))
+    write_long_history(database)
     return names
 
 
