@@ -121,6 +121,31 @@ def test_a_stretch_is_not_cut_in_its_middle() -> None:
     assert pacer.due(12.0, full=True, many=True)
 
 
+def test_the_last_changes_of_a_backlog_wait_for_nothing() -> None:
+    pacer = Pacer(200)
+    pacer.clear(10.0)
+    pacer.look(11.0, 1000, left=1 << 20)
+    # A batch takes what there is, and meanwhile capture comes to the end of the log.
+    pacer.look(12.0, 2000, left=0, age=0.01)
+    assert pacer.due(12.0, full=True, many=True)
+    assert pacer.due(12.0, full=False, many=True)
+    # The next look is at the same place.
+    pacer.look(12.02, 2000, left=0, age=0.03)
+    assert pacer.due(12.02, full=False, many=True)
+
+
+def test_what_comes_after_a_backlog_waits_for_more_again() -> None:
+    pacer = Pacer(200)
+    pacer.look(11.0, 1000, left=1 << 20)
+    pacer.look(12.0, 2000, left=0)
+    pacer.clear(12.0)
+    pacer.look(12.25, 3000, left=0)
+    assert not pacer.due(12.25, full=False, many=True)
+    # And so does what is handed over while another stretch of the log is read.
+    pacer.look(13.0, 4000, left=1 << 20)
+    assert not pacer.due(13.0, full=False, many=True)
+
+
 @pytest.mark.parametrize(("max_ms", "seconds"), [(0, 0.0), (1, 0.005), (60_000, 60.0)])
 def test_how_long_many_changes_wait_follows_max_ms(max_ms: int, seconds: float) -> None:
     pacer = Pacer(max_ms)

@@ -152,16 +152,20 @@ class Pacer:
         self._visible = -1
         self._still = STILL
         self._left = 0
+        self._read_to_its_end = False
 
     def clear(self, now: float) -> None:
         """Nothing is pending at this moment."""
         self._waiting_since = now
+        self._read_to_its_end = False
 
     def look(self, now: float, visible: int, *, covered: bool = False, age: float = 0.0, left: int = 0) -> None:
         """The journal's visible end is there now, and was published `age` seconds ago, perhaps during a batch.
 
         `covered`: capture has read the source's log beyond it, and is at work on the next `left` bytes of it.
         """
+        # Of a backlog something was left, and now nothing is: these are its last changes.
+        self._read_to_its_end = not left and (self._read_to_its_end or self._left > 0)
         self._left = left
         self._still = STILL_COVERED if covered else STILL
         if visible != self._visible:
@@ -173,7 +177,8 @@ class Pacer:
         So it is while capture hands over a backlog, stretch by stretch: two batches cost more than one, whenever there
         would be time for them. The wait ends when capture has read everything, or is not heard of any more.
         """
-        waited, growing = now - self._waiting_since, now - self._moved_at < self._still
+        waited = now - self._waiting_since
+        growing = now - self._moved_at < self._still and not self._read_to_its_end
         if not many or not (growing or self._left):
             return full or waited >= self._max
         longest = self._gathering * (2 if self._left else 1)
