@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from psycopg.pq import PGconn
 
 from millstream.observe import Event
 from millstream.sources.postgres import reading, slot_mover
+from millstream.sources.postgres.session import Session
+from millstream.sources.postgres.slot_copy import SlotCopy, Stretch
 from tests.fixtures.bulk import TABLES, copy_slot, count, drive_copy, plain, small_steps, write_history
 from tests.fixtures.capture import Driver, drive
 from tests.fixtures.postgres import Database
@@ -73,6 +76,65 @@ def test_the_slot_follows_sooner_when_capture_is_close(
         let_the_slot_follow(driver, events)
     ((after,),) = database.sql(where)
     assert after > before
+
+
+def test_a_source_to_which_nothing_happens_is_not_read(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, in_bulk = prepared(database, tmp_path, monkeypatch, seconds=600)
+    sent: list[Stretch] = []
+    send = SlotCopy.send
+
+    def counted(copy: SlotCopy, stretch: Stretch, messages: int) -> None:
+        sent.append(stretch)
+        send(copy, stretch, messages)
+
+    monkeypatch.setattr(SlotCopy, "send", counted)
+    with drive_copy(database, tmp_path, in_bulk, []) as driver:
+        driver.catch_up()
+        for _ in range(20):
+            driver.step()  # the message that `catch_up` writes may come behind what it waits for
+        quiet = len(sent)
+        for _ in range(20):
+            driver.step()
+        assert len(sent) - quiet <= 1, "one should the server write into its log by itself"
+        write_history(database, range(6, 7))
+        driver.catch_up()
+        assert len(sent) > quiet
+    with drive_copy(database, tmp_path, stream, [], catch_up="streaming") as other:
+        other.catch_up()
+        assert [plain(row) for row in driver.rows] == [plain(row) for row in other.rows]
+
+
+def test_the_slot_is_moved_a_while_after_capture_came_close(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database.sql(TABLES)
+    with drive(database, tmp_path / "own"):
+        copy_slot(database, f"{database.name}_copy")
+    write_history(database, range(1, 3))
+    ((end,),) = database.sql("SELECT (pg_current_wal_flush_lsn() - '0/0')::int8")
+    now = 100.0
+    monkeypatch.setattr(slot_mover.time, "monotonic", lambda: now)
+    opened: list[Session] = []
+
+    def connect() -> Session:
+        opened.append(Session(PGconn.connect(database.uri.encode())))
+        return opened[-1]
+
+    mover = slot_mover.SlotMover(connect, f"{database.name}_copy", 0)
+    near_after = slot_mover.NEAR_SECONDS
+    now += near_after
+    mover.turn(end, near=False)
+    mover.turn(end, near=True)
+    now += near_after - 0.1
+    mover.turn(end, near=True)
+    assert not opened, "what was read last is still on its way"
+    now += 0.1
+    mover.turn(end, near=True)
+    assert len(opened) == 1
+    for _ in mover.settle():
+        pass
 
 
 def test_it_does_not_wait_for_ever(database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

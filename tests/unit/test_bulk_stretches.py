@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
-from millstream.sources.postgres.bulk import FIRST_BYTES, LONGEST_BYTES, SHORTEST_BYTES, STRETCH_BYTES, stretch_bytes
+import pytest
+
+from millstream.sources.postgres.bulk import (
+    FIRST_BYTES,
+    LONG_REREAD_BYTES,
+    LONGEST_BYTES,
+    LONGEST_REST_SECONDS,
+    SHORTEST_BYTES,
+    STRETCH_BYTES,
+    is_worth_a_call,
+    stretch_bytes,
+)
+from millstream.sources.postgres.slot_copy import Place
 
 MIB = 1 << 20
+
+
+def caught_up(*, reread: int, new: int) -> Place:
+    position = 1 << 40
+    return Place(position, position - reread, position + new, 0, 0)
 
 
 def test_far_from_the_end_every_call_takes_a_whole_stretch() -> None:
@@ -32,3 +49,22 @@ def test_nothing_is_divided_when_much_would_be_read_again() -> None:
 def test_what_is_read_again_is_at_most_half_of_a_call() -> None:
     assert stretch_bytes(STRETCH_BYTES, 100 * MIB, 4096 * MIB) == 100 * MIB
     assert stretch_bytes(STRETCH_BYTES, 4096 * MIB, 4096 * MIB) == LONGEST_BYTES
+
+
+def test_a_source_whose_log_has_not_grown_is_not_asked_for_more() -> None:
+    assert not is_worth_a_call(caught_up(reread=0, new=0), 3600.0)
+    assert is_worth_a_call(caught_up(reread=0, new=1), 0.0)
+
+
+def test_much_is_asked_for_at_once_whatever_is_read_again() -> None:
+    assert is_worth_a_call(caught_up(reread=200 * MIB, new=20 * MIB), 0.0)
+    assert not is_worth_a_call(caught_up(reread=200 * MIB, new=19 * MIB), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("reread", "seconds"),
+    [(LONG_REREAD_BYTES // 4, LONGEST_REST_SECONDS / 4), (100 * LONG_REREAD_BYTES, LONGEST_REST_SECONDS)],
+)
+def test_a_little_waits_the_longer_the_more_is_read_again_but_not_for_ever(reread: int, seconds: float) -> None:
+    assert not is_worth_a_call(caught_up(reread=reread, new=1), seconds - 0.01)
+    assert is_worth_a_call(caught_up(reread=reread, new=1), seconds)

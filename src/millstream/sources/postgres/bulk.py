@@ -26,6 +26,7 @@ and capture are busy at the same time, without threads.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -61,7 +62,11 @@ NEXT_BYTES = 8 << 20
 """and one that is open gets a stretch of it if it is so much."""
 
 REST_SECONDS = 0.05
-"""So long nothing is asked of a source that had nothing new."""
+"""A source that had nothing new is asked so often whether its log has grown."""
+LONGEST_REST_SECONDS = 1.0
+"""So long it may rest although it has something new,"""
+LONG_REREAD_BYTES = 64 << 20
+"""namely if a call would read so much again, and for so little."""
 
 _PAGE_BYTES = 8192
 _MESSAGE_BYTES = 128
@@ -149,15 +154,27 @@ class BulkReader:
                 # Another session goes on: whatever it may give once more has come out.
                 self._assembler.restart()
                 failpoint("bulk.chunk_appended")
-                if close and not self._sent and lingers():
-                    copy.session.await_input(REST_SECONDS)
-                    self._send()
-                    goes_on = True
+                if close and not self._sent:
+                    yield from self._rest(copy, lingers)
+                    goes_on = lingers()
+                    if goes_on:
+                        self._send()
         except Refused as refused:
             raise BulkRefused(str(refused)) from None
         finally:
             self._assembler.restart()
             self._descriptions.end_calls()
+
+    def _rest(self, copy: SlotCopy, lingers: Callable[[], bool]) -> Iterator[Block]:
+        """Wait until there is something to read, and it is worth what would be read again for it."""
+        began = time.monotonic()
+        worth_it = False
+        while lingers() and not worth_it:
+            copy.session.await_input(REST_SECONDS)
+            yield from turns(copy.locate())
+            self.place = copy.place
+            yield Block()
+            worth_it = is_worth_a_call(self.place, time.monotonic() - began)
 
     def close(self) -> None:
         """End the sessions, and the copies with them. Idempotent."""
@@ -272,6 +289,17 @@ def stretch_bytes(usual: int, reread: int, left: int) -> int:
     """
     stretch = min(max(usual, reread), LONGEST_BYTES)
     return min(stretch, max(SHORTEST_BYTES, left // 2)) if reread <= 3 * left else stretch
+
+
+def is_worth_a_call(place: Place, rested: float) -> bool:
+    """Whether a source that has rested for so many seconds is asked for what is new in its log.
+
+    It is if that takes as long to decode as what is read again for it takes to read (a tenth of the time). A little is
+    asked for after a rest that is the longer the more is read again.
+    """
+    new, reread = place.log_end - place.position, max(0, place.position - place.restart)
+    long_enough = LONGEST_REST_SECONDS * min(1.0, reread / LONG_REREAD_BYTES)
+    return new > 0 and (10 * new >= reread or rested >= long_enough)
 
 
 def _between_records(position: int) -> int:

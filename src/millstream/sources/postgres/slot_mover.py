@@ -19,7 +19,7 @@ from millstream.sources.postgres.session import TURN_SECONDS, Refused, Session, 
 MOVE_SECONDS: Final = 5.0
 """The shortest time between two moves,"""
 NEAR_SECONDS: Final = 2.0
-"""when capture has read the log to its end this,"""
+"""when capture has read the log to its end this (and so long since it has: the last changes are on their way then),"""
 MOVE_SHARE: Final = 10
 """and so many times what the last one took."""
 _PASSES: Final = ("55006", "57014")
@@ -39,7 +39,7 @@ class SlotMover:
         self._sent_at = 0.0
         self.refused: str | None = None
         """Why the slot cannot be moved, once that has turned out."""
-        self._moved_at = time.monotonic()
+        self._moved_at = self._far_at = time.monotonic()
         self._took = 0.0
 
     @property
@@ -49,11 +49,15 @@ class SlotMover:
 
     def turn(self, acked: int, *, near: bool) -> None:
         """Begin or end a move if one is due. Waits for nothing. `near`: capture is at the log's end."""
+        now = time.monotonic()
+        self._far_at = self._far_at if near else now
         if self._moving is not None:
             self._end()
             return
-        pause = max(min(NEAR_SECONDS, MOVE_SECONDS) if near else MOVE_SECONDS, MOVE_SHARE * self._took)
-        if acked > self._moved and time.monotonic() >= self._moved_at + pause:
+        due_at = self._moved_at + MOVE_SECONDS
+        if near:
+            due_at = min(due_at, max(self._moved_at, self._far_at) + NEAR_SECONDS)
+        if acked > self._moved and now >= max(due_at, self._moved_at + MOVE_SHARE * self._took):
             self._begin(acked)
 
     def settle(self) -> Turns:
