@@ -128,12 +128,14 @@ def test_where_one_call_ends_and_the_next_begins_nothing_is_missing_and_nothing_
     def read(upto: int | None, after: int | None = None) -> list[tuple[Any, ...]]:
         """Begin, Commit and rows of what a fresh copy gives between two positions."""
         with database.connect() as connection:
-            connection.execute(f"SELECT pg_copy_logical_replication_slot('{database.name}_a', 'c', true)")
+            # A copy is gone with its session, but that may end a moment after we have left it.
+            copy = f"{database.name}_{connection.info.backend_pid}"
+            connection.execute(f"SELECT pg_copy_logical_replication_slot('{database.name}_a', '{copy}', true)")
             if after is not None:
-                connection.execute(f"SELECT pg_replication_slot_advance('c', '{format_lsn(after)}')")
+                connection.execute(f"SELECT pg_replication_slot_advance('{copy}', '{format_lsn(after)}')")
             limit = "NULL" if upto is None else f"'{format_lsn(upto)}'"
             rows = connection.execute(
-                f"SELECT lsn::text, data FROM pg_logical_slot_get_binary_changes('c', {limit}, NULL, {options})"
+                f"SELECT lsn::text, data FROM pg_logical_slot_get_binary_changes('{copy}', {limit}, NULL, {options})"
             ).fetchall()
         return [row for row in rows if row[1][:1] not in b"RY"]
 
