@@ -123,8 +123,8 @@ def test_a_stretch_is_not_cut_in_its_middle() -> None:
 
 def test_the_last_changes_of_a_backlog_wait_for_nothing() -> None:
     pacer = Pacer(200)
-    pacer.clear(10.0)
-    pacer.look(11.0, 1000, left=1 << 20)
+    pacer.look(11.4, 1000, left=1 << 20)
+    pacer.clear(11.4)
     # A batch takes what there is, and meanwhile capture comes to the end of the log.
     pacer.look(12.0, 2000, left=0, age=0.01)
     assert pacer.due(12.0, full=True, many=True)
