@@ -82,13 +82,7 @@ ELSEWHERE = {
     # Nobody keeps the state of what the chaos stream delivers to.
     **{name: "tests/unit/test_snapshot_kills.py" for name in failpoints() if name.startswith(("keep.", "restore."))},
     # Only a capture that is far behind comes here.
-    **dict.fromkeys(
-        (
-            *("bulk.copy_created", "bulk.copy_advanced", "bulk.chunk_read", "bulk.chunk_appended"),
-            *("bulk.slot_moved", "bulk.switched_to_stream"),
-        ),
-        "tests/integration/test_bulk_kills.py",
-    ),
+    **{name: "tests/integration/test_bulk_kills.py" for name in failpoints() if name.startswith("bulk.")},
     # The chaos stream has the protocol in which transactions come when they have committed.
     **dict.fromkeys(("streamed.kept", "streamed.released"), "tests/integration/test_streamed.py"),
     # The directory that the chaos stream delivers to takes everything.

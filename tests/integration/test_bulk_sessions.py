@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from millstream.errors import SourceUnavailable
+from millstream.model import SourceSpec
 from millstream.observe import Event, Level
-from millstream.sources.postgres import bulk
+from millstream.sources.postgres import bulk, slot_copy
+from millstream.sources.postgres.connection import connect_replication, connect_session
 from millstream.sources.postgres.lsn import format_lsn
+from millstream.sources.postgres.options import PostgresOptions
+from millstream.sources.postgres.session import Session
+from millstream.sources.postgres.slot_copy import SlotCopy
+from millstream.sources.postgres.waiting import awaited
 from tests.fixtures.bulk import (
     TABLES,
     copy_slot,
@@ -20,13 +28,14 @@ from tests.fixtures.bulk import (
     write_history,
     write_long_history,
 )
-from tests.fixtures.capture import Driver, drive
+from tests.fixtures.capture import Driver, drive, source_spec
 from tests.fixtures.postgres import Database
 
 pytestmark = pytest.mark.postgres
 
 PAGE = 8192
 SESSIONS = "SELECT active_pid FROM pg_replication_slots WHERE temporary AND database = current_database()"
+OF_SESSIONS = f"WHERE pid IN ({SESSIONS})"
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +72,12 @@ def watched(driver: Driver) -> list[set[int]]:
     return seen
 
 
+def take_all_senders(taken: ExitStack, source: SourceSpec) -> None:
+    """Raises what the server says to one more."""
+    while True:
+        taken.callback(connect_replication(source, PostgresOptions.of(source)).finish)
+
+
 @pytest.mark.parametrize("sessions", [1, 2, 4])
 def test_however_many_read_the_rows_are_those_of_a_stream(
     any_database: Database, tmp_path: Path, sessions: int
@@ -88,6 +103,41 @@ def test_a_call_that_gave_less_than_its_stretch_makes_those_behind_it_useless(
     assert len(set().union(*seen)) > 5, "sessions were ended, and others opened"
 
 
+def test_where_the_server_has_no_sender_left_plain_sessions_read(database: Database, tmp_path: Path) -> None:
+    slots, events, kinds = two_slots(database, tmp_path), list[Event](), set[str]()
+    source = source_spec(database)
+    with ExitStack() as taken, drive_copy(database, tmp_path, slots[0], events) as driver:
+        driver.connect()
+        with pytest.raises(SourceUnavailable, match="max_wal_senders"):
+            take_all_senders(taken, source)
+        while len(driver.rows) < 1500:
+            driver.step()
+            kinds |= {kind for (kind,) in database.sql(f"SELECT backend_type FROM pg_stat_activity {OF_SESSIONS}")}
+        taken.close()
+        driver.catch_up()
+        assert facts(driver) == expected(database, tmp_path, slots[1])
+    assert "client backend" in kinds
+    assert (count(events, "source.bulk_alone"), count(events, "source.bulk_refused")) == (0, 0)
+
+
+def test_a_copy_is_skipped_over_what_another_has_and_not_over_much(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skipped: list[str] = []
+    monkeypatch.setattr(slot_copy, "failpoint", skipped.append)
+    slots = two_slots(database, tmp_path)
+    with drive_copy(database, tmp_path, slots[0], []) as driver:
+        watched(driver)
+        found = facts(driver)
+    assert skipped.count("bulk.copy_skipped") > 2
+    skipped.clear()
+    monkeypatch.setattr(slot_copy, "SKIPPED_BYTES", -1)
+    with drive_copy(database, tmp_path, slots[1], []) as driver:
+        watched(driver)
+        assert facts(driver) == found
+    assert "bulk.copy_skipped" not in skipped
+
+
 def test_one_reads_alone_where_the_server_has_no_slot_for_another(database: Database, tmp_path: Path) -> None:
     slots = two_slots(database, tmp_path)
     taken = "WITH taken AS MATERIALIZED (SELECT FROM pg_replication_slots)"
@@ -109,15 +159,21 @@ def test_one_reads_alone_where_the_server_has_no_slot_for_another(database: Data
     assert found == expected(database, tmp_path, slots[1])
 
 
+@pytest.mark.parametrize("skipped", [False, True])
 def test_where_one_call_ends_and_the_next_begins_nothing_is_missing_and_nothing_comes_twice(
-    any_database: Database, tmp_path: Path
+    any_database: Database, tmp_path: Path, skipped: bool
 ) -> None:
-    """What reading side by side rests on, tried on the server: at every page of a log, in its middle."""
+    """What reading side by side rests on, tried on the server: at every page of a log, in its middle.
+
+    The second copy is moved by reading the log up to there, or by telling the server.
+    """
     database = any_database
     database.sql(TABLES)
     with drive(database, tmp_path / "own"):
         copy_slot(database, f"{database.name}_a")
-    options = f"'proto_version', '1', 'publication_names', '{database.name}', 'messages', 'true'"
+    plugin = {"proto_version": "1", "publication_names": database.name, "messages": "true"}
+    options = ", ".join(f"'{name}', '{value}'" for name, value in plugin.items())
+    source = source_spec(database)
     where = "SELECT (pg_current_wal_flush_lsn() - '0/0')::int8"
     ((begin,),) = database.sql(where)
     write_history(database, range(1, 5))
@@ -127,21 +183,21 @@ def test_where_one_call_ends_and_the_next_begins_nothing_is_missing_and_nothing_
 
     def read(upto: int | None, after: int | None = None) -> list[tuple[Any, ...]]:
         """Begin, Commit and rows of what a fresh copy gives between two positions."""
-        with database.connect() as connection:
-            # A copy is gone with its session, but that may end a moment after we have left it.
-            copy = f"{database.name}_{connection.info.backend_pid}"
-            connection.execute(f"SELECT pg_copy_logical_replication_slot('{database.name}_a', '{copy}', true)")
+        connect = connect_replication if skipped else connect_session
+        with closing(Session(connect(source, PostgresOptions.of(source)))) as session:
+            copy = SlotCopy(session, f"{database.name}_a", plugin)
+            awaited(copy.create(f"{database.name}_a"))
             if after is not None:
-                connection.execute(f"SELECT pg_replication_slot_advance('{copy}', '{format_lsn(after)}')")
+                awaited(copy.skip(after) if skipped else copy.advance(after))
+                assert copy.place.position == after
             limit = "NULL" if upto is None else f"'{format_lsn(upto)}'"
-            rows = connection.execute(
-                f"SELECT lsn::text, data FROM pg_logical_slot_get_binary_changes('{copy}', {limit}, NULL, {options})"
-            ).fetchall()
-        return [row for row in rows if row[1][:1] not in b"RY"]
+            given = f"pg_logical_slot_get_binary_changes('{copy.name}', {limit}, NULL, {options})"
+            rows = awaited(session.run(f"SELECT lsn::text, encode(substr(data, 1, 1), 'escape'), data FROM {given}"))
+        return [row for row in rows if row[1] not in ("R", "Y")]
 
     whole = read(None)
     assert len(whole) > 1000
-    cuts = {bulk._between_records(position) for position in range(begin + PAGE, end, PAGE)}
+    cuts = {bulk._between_records(position) for position in range(begin + PAGE, end - PAGE, PAGE)}
     assert len(cuts) > 20
     for cut in sorted(cuts):
         assert read(cut) + read(None, cut) == whole, format_lsn(cut)

@@ -88,16 +88,23 @@ def run(bench: Bench, wrap: Callable[[Target], Target]) -> delivery.DeliveryQuer
 
 
 @pytest.mark.parametrize(
-    ("kind", "write", "deliveries", "halves"),
+    ("kind", "write", "deliveries", "processors", "halves"),
     [
-        ("files", None, 1, True),
-        ("files", None, 2, False),
-        ("sqlite", None, 1, False),
-        ("sqlite", "changelog", 1, True),
+        ("files", None, 1, 3, True),
+        ("files", None, 1, 2, False),
+        ("files", None, 2, 3, False),
+        ("sqlite", None, 1, 3, False),
+        ("sqlite", "changelog", 1, 3, True),
     ],
 )
 def test_half_of_a_backlog_may_go_early_where_a_processor_is_idle_and_no_row_is_written_twice_for_it(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, kind: str, write: str | None, deliveries: int, halves: bool
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    write: str | None,
+    deliveries: int,
+    processors: int,
+    halves: bool,
 ) -> None:
     asked: list[bool] = []
 
@@ -107,7 +114,7 @@ def test_half_of_a_backlog_may_go_early_where_a_processor_is_idle_and_no_row_is_
             asked.append(options.halves)
 
     monkeypatch.setattr(delivery, "SliceQuery", Asked)
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("os.cpu_count", lambda: processors)
     bench.kind, bench.deliveries = kind, deliveries
     bench.options = {"path": str(bench.log)} | ({"write": write} if write else {})
     trade(bench.journal)

@@ -308,11 +308,11 @@ class DeliveryQuery:
         return query
 
     def _takes_halves(self) -> bool:
-        """Whether processors are idle while a backlog is read, and two batches write no more than one does.
+        """Whether a processor is idle while a backlog is read, and two batches write no more than one does.
 
-        A mirror writes a row once per batch.
+        Capture has one, and so has each delivery. A mirror writes a row once per batch.
         """
-        return not is_mirror(self._spec) and self._deliveries < cores_of(self._spark)
+        return not is_mirror(self._spec) and self._deliveries + 1 < cores_of(self._spark)
 
     def _show_running(self) -> None:
         """Whether changes are all that comes, or the target's first rows come beside them."""

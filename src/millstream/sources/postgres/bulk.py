@@ -131,7 +131,7 @@ class BulkReader:
         block has come. Raises BulkRefused when a stream would be better, and SourceUnavailable when the session ends.
         """
         try:
-            self._send()
+            yield from turns(self._send())
             goes_on = True
             while self._sent:
                 if goes_on:
@@ -147,7 +147,7 @@ class BulkReader:
                 stays = close and behind >= SHORTEST_BYTES // 4 and lingers()
                 goes_on = goes_on and before < self.place.position and (not close or stays)
                 if goes_on:
-                    self._send()
+                    yield from turns(self._send())
                 self._note_left()
                 yield from self._feed_held(held, self.place.position - before)
                 yield replace(self._assembler.cover(self.place.position), left=self._left)
@@ -158,7 +158,7 @@ class BulkReader:
                     yield from self._rest(copy, lingers)
                     goes_on = lingers()
                     if goes_on:
-                        self._send()
+                        yield from turns(self._send())
         except Refused as refused:
             raise BulkRefused(str(refused)) from None
         finally:
@@ -188,11 +188,11 @@ class BulkReader:
         self._idle.append(copy)
         return copy
 
-    def _send(self) -> None:
+    def _send(self) -> Turns:
         """Give each session that is idle a stretch of its own, one at least; end those for which there is none."""
         for copy in sorted(self._idle, key=lambda copy: copy.place.position, reverse=True):
             if not self._sent or self._untouched() >= NEXT_BYTES:
-                self._begin(copy)
+                yield from self._begin(copy)
             else:
                 self._end(copy)
         self._note_left()
@@ -212,9 +212,9 @@ class BulkReader:
                     self._end(copy)
                 return
             failpoint("bulk.session_joined")
-            self._begin(copy)
+            yield from self._begin(copy)
 
-    def _begin(self, copy: SlotCopy) -> None:
+    def _begin(self, copy: SlotCopy) -> Turns:
         """Begin the next call, unless a stream, which reads everything once, would be faster."""
         reread = max(0, copy.place.position - copy.place.restart)
         if reread > REREAD_BYTES:
@@ -223,10 +223,13 @@ class BulkReader:
             )
         begin = max(self._touched(), copy.place.position)
         if begin > copy.place.position:
-            # To move the copy reads as much again as the call itself does.
+            # To move the copy may read as much again as the call itself does, and the other one reads again, too.
             reread = 2 * (begin - copy.place.restart)
         end = _between_records(begin + stretch_bytes(self._usual, reread, self.place.log_end - begin))
         self._usual = min(2 * self._usual, STRETCH_BYTES)
+        if begin <= self.place.log_end:
+            # The server would believe whatever it is told, and leave out what is not written yet.
+            yield from copy.skip(begin)
         copy.send(Stretch(begin, end), int(RESULT_BYTES / self._message_bytes))
         self._idle.remove(copy)
         self._sent.append(copy)

@@ -69,14 +69,15 @@ class Reading:
         stream: PGconn,
         open_stream: Callable[[int], PGconn],
         open_session: Callable[[], Session],
+        open_reader: Callable[[], Session],
         log_end: Callable[[], int],
         status_seconds: float,
         tell: Callable[[Event], None],
     ) -> None:
         """`stream` is a replication connection for which going on from the assembler's position was checked.
 
-        `open_stream` gives another such one for a later position, `open_session` a plain session, and
-        `log_end` the end of the source's log.
+        `open_stream` gives another such one for a later position, `open_session` a plain session, `open_reader` one
+        for reading in bulk, on a connection for replication if there is one, and `log_end` the end of the source's log.
         """
         self._options = options
         self._assembler = assembler
@@ -84,6 +85,7 @@ class Reading:
         self._stream: PGconn | None = stream
         self._open_stream = open_stream
         self._open_session = open_session
+        self._open_reader = open_reader
         self._log_end = log_end
         self._status_seconds = status_seconds
         self._tell = tell
@@ -193,7 +195,7 @@ class Reading:
 
     def _bulk_blocks(self, mover: SlotMover) -> Iterator[Block]:
         self._bulk = bulk = BulkReader(
-            self._open_session,
+            self._open_reader,
             self._assembler,
             self._descriptions,
             self._options.slot,

@@ -70,6 +70,27 @@ class Session:
             raise self._error(result)
         return result
 
+    def tell_position(self, start: str, update: bytes) -> Turns:
+        """Begin a replication stream by the command `start`, send one status update, and end the stream.
+
+        What the server sends meanwhile is not looked at. Only on a connection that `replicates`. Raises Refused.
+        """
+        self.send(start)
+        yield from self.result()
+        with self._alive():
+            self.connection.put_copy_data(update)
+            self.connection.put_copy_end()
+            while (size := self.connection.get_copy_data(1)[0]) >= 0:
+                if not size and not self.await_input(TURN_SECONDS):
+                    yield
+        while (yield from self.result()) is not None:
+            pass
+
+    @property
+    def replicates(self) -> bool:
+        """Whether the connection is one for replication, which takes statements all the same."""
+        return any(option.keyword == b"replication" and option.val for option in self.connection.info)
+
     def finished(self) -> bool:
         """Whether nothing of what was sent is still under way. Takes in what there is, and waits for nothing.
 

@@ -11,7 +11,7 @@ from typing import Final
 from psycopg import pq
 from psycopg.pq.abc import PGconn, PGresult
 
-from millstream.errors import SourceHalted
+from millstream.errors import SourceHalted, SourceUnavailable
 from millstream.model import Json, Relation, SourceSpec
 from millstream.observe import Event, Level
 from millstream.sources.base import Block, Finding, Registrar, Severity, SourceIdentity
@@ -216,7 +216,8 @@ class PostgresSource:
             descriptions,
             stream=stream,
             open_stream=self._checked_stream,
-            open_session=lambda: Session(self._heeded(connect_session(self._spec, self._options))),
+            open_session=self._session,
+            open_reader=self._reader,
             log_end=lambda: _log_end(control),
             status_seconds=self._status_seconds(stream),
             tell=self._tell,
@@ -224,6 +225,16 @@ class PostgresSource:
         self._stream = None
         reading.acknowledge(self._acked)
         return reading
+
+    def _session(self) -> Session:
+        return Session(self._heeded(connect_session(self._spec, self._options)))
+
+    def _reader(self) -> Session:
+        """A session on a connection for replication; a plain one where the server has no more of these."""
+        try:
+            return Session(self._heeded(connect_replication(self._spec, self._options)))
+        except SourceUnavailable:
+            return self._session()
 
     def ack(self, position: int) -> None:
         """Acknowledge with the next status update, which is at most 100 ms away while capture streams."""
