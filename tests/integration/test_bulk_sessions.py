@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ import pytest
 from millstream.errors import SourceUnavailable
 from millstream.model import SourceSpec
 from millstream.observe import Event, Level
+from millstream.sources.base import Block
 from millstream.sources.postgres import bulk, slot_copy
+from millstream.sources.postgres.call import Run
 from millstream.sources.postgres.connection import connect_replication, connect_session
 from millstream.sources.postgres.lsn import format_lsn
 from millstream.sources.postgres.options import PostgresOptions
@@ -136,6 +140,29 @@ def test_a_copy_is_skipped_over_what_another_has_and_not_over_much(
         watched(driver)
         assert facts(driver) == found
     assert "bulk.copy_skipped" not in skipped
+
+
+@pytest.mark.parametrize("sessions", [1, 2])
+def test_what_no_other_call_waits_for_is_worked_on_as_it_comes(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sessions: int
+) -> None:
+    """Rows are held back only as long as their session has to be sent to its next call."""
+    held: list[int] = []
+    fed = bulk.BulkReader._feed_held
+
+    def noted(reader: bulk.BulkReader, runs: deque[Run], stretch: int) -> Iterator[Block]:
+        held.append(len(runs))
+        return fed(reader, runs, stretch)
+
+    monkeypatch.setattr(bulk, "HELD_BYTES", 1 << 30)
+    monkeypatch.setattr(bulk.BulkReader, "_feed_held", noted)
+    slots = two_slots(database, tmp_path)
+    with drive_copy(database, tmp_path, slots[0], [], catch_up_sessions=sessions) as driver:
+        watched(driver)
+        assert facts(driver) == expected(database, tmp_path, slots[1])
+    with_rows = [runs for runs in held if runs]
+    assert max(with_rows) > 5
+    assert with_rows[-1] == 1
 
 
 def test_one_reads_alone_where_the_server_has_no_slot_for_another(database: Database, tmp_path: Path) -> None:

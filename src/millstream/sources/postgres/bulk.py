@@ -54,7 +54,7 @@ RESULT_BYTES = 512 << 20
 REREAD_BYTES = 4 * LONGEST_BYTES
 """When each call reads more than this again, that costs more than bulk reading saves."""
 HELD_BYTES = 36 << 20
-"""So much of a result is taken in before any of it is worked on."""
+"""So much of a result is taken in before any of it is worked on, if its session has another call to go to."""
 
 BESIDE_BYTES = 16 << 20
 """Another session is opened for so much of the log that no call is at yet,"""
@@ -242,6 +242,10 @@ class BulkReader:
         """How much of the log is known that no call is at."""
         return self.place.log_end - self._touched()
 
+    def _goes_again(self, copy: SlotCopy) -> bool:
+        """Whether there will be a stretch to speak of for a session that comes to the end of its call."""
+        return self.place.log_end - max(self._touched(), copy.stretch.end) >= NEXT_BYTES
+
     def _note_left(self) -> None:
         self._left = max(0, self.place.log_end - self.place.position) if self._sent else 0
 
@@ -252,6 +256,7 @@ class BulkReader:
     def _read(self, copy: SlotCopy, held: deque[Run]) -> Iterator[Block]:
         """Take in the result of the call: what is too much to be held is worked on at once."""
         self._idle.append(copy)
+        most = HELD_BYTES if self._goes_again(copy) else 0
         size = messages = 0
         for run in copy.call.runs() if copy.call is not None else ():
             if run is None:
@@ -261,7 +266,7 @@ class BulkReader:
                 self._descriptions.begin_call()
             held.append(run)
             size, messages = size + run.size, messages + run.messages
-            while not run.last and sum(one.size for one in held) > HELD_BYTES:
+            while not run.last and sum(one.size for one in held) > most:
                 yield from self._feed(held.popleft(), self._left)
         if messages:
             self._message_bytes = max(size / messages, 16.0)
@@ -288,10 +293,11 @@ def stretch_bytes(usual: int, reread: int, left: int) -> int:
     """How much of the log the next call decodes, which reads `reread` bytes of it again and finds `left` new ones.
 
     The rows of the last stretch are worked on while the server has nothing to do. So what is left is not taken at
-    once but half of it, and half of the rest, unless much more would be read again for it than there is to decode.
+    once but a little more than half of it, and so of the rest, unless much more would be read again for it than there
+    is to decode. The last stretch is the shorter one: its call begins later, and its rows are what is waited for.
     """
-    stretch = min(max(usual, reread), LONGEST_BYTES)
-    return min(stretch, max(SHORTEST_BYTES, left // 2)) if reread <= 3 * left else stretch
+    stretch = min(max(usual, reread * 5 // 4), LONGEST_BYTES)
+    return min(stretch, max(SHORTEST_BYTES, left * 4 // 7)) if reread <= 3 * left else stretch
 
 
 def is_worth_a_call(place: Place, rested: float) -> bool:
